@@ -161,7 +161,7 @@ def _table(name: str, curves: dict[Variant, Sequence[float]]) -> LearningTable |
     rows += alone_rows(curves) if rows else ()
     source = Provenance(datetime.date.today().isoformat(), f"python -m bench.own_learning {name}", len(curves),
                         (f"{OWN}: {name}",), str(torch.__version__), OWN)
-    return LearningTable(source, rows) if rows else None
+    return LearningTable(source, rows, 1) if rows else None
 
 
 def maker(name: str) -> Callable[[int], TrainingTask]:

@@ -35,21 +35,7 @@ _MODULE_OF = {
 }
 _PACKAGES = ("balance", "compressors", "optim", "planner")
 
-__all__ = [
-    "CommError",
-    "Config",
-    "DiLoCo",
-    "HookState",
-    "LoadBalancer",
-    "LocalSteps",
-    "Session",
-    "attach",
-    "balance",
-    "comm_hook",
-    "compressors",
-    "optim",
-    "planner",
-]
+__all__ = sorted([*_MODULE_OF, *_PACKAGES])
 
 
 def __getattr__(name: str) -> Any:
@@ -63,4 +49,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return __all__

@@ -126,14 +126,6 @@ class CodecSpec(msgspec.Struct, frozen=True):
         ))
 
 
-REMOVED: Mapping[str, str] = {
-    "ef21": "error_feedback(topk(...))", "dgc": "topk(...)", "momentum_correction": "topk(...)", "shared_int": "int8()",
-    "chain": "topk(..., values='int8')", "terngrad": "qsgd(levels=1)", "natural": "qsgd()", "warmup": "the plan's field warmup",
-    "partition": "powersgd(shapes=...), or smaller buckets",
-}
-"""Codec families that earlier versions had, with their replacements."""
-
-
 class _Rule(NamedTuple):
     """The rule for one argument: its default, a check of a value, and the allowed values as text."""
 
@@ -265,8 +257,6 @@ def _call(text: str) -> ast.Call:
 
 def _read(call: ast.Call, text: str, every: Mapping[str, Mapping[str, _Rule]] = RULES) -> CodecSpec:
     family = call.func.id if isinstance(call.func, ast.Name) else _source(call.func, text)
-    if family in REMOVED:
-        raise InvalidInput("E-CODEC-NAME", f"codec {text!r}: {family} was removed; use {REMOVED[family]}")
     if family not in every:
         inside = f"; {TWO_WAY} must be the outermost codec" if family == TWO_WAY else ""
         raise InvalidInput("E-CODEC-NAME",

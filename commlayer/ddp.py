@@ -22,7 +22,7 @@ from commlayer.engine.job.job import DistributedJob, JobContext
 from commlayer.engine.start.plan_choice import requested_plan
 from commlayer.errors import InvalidInput
 from commlayer.records import Plan
-from commlayer.session import Session, attach_module
+from commlayer.session import Session, attach
 
 
 class HookState:
@@ -43,6 +43,8 @@ class HookState:
         self.session: Session | None = None
         self.group: Any = None
         """Process group over which DDP's own all-reduce averages after the session has ended."""
+        self.attaching = False
+        """True: this hook attaches its module."""
         self._attached: set[int] = set()
         """Python ids of the parameters of the attached module."""
         self._saved: dict[str, Any] = {}
@@ -79,7 +81,8 @@ class HookState:
     def _attach(self) -> None:
         try:
             ddp = wrapper_of(self)
-            self.session = session = attach_module(ddp, hook=self, **self._own, **self._arguments)
+            self.attaching = True
+            self.session = session = attach(ddp, **self._own, **self._arguments)
             self._attached, self.group = {id(p) for p in ddp.parameters()}, ddp.process_group
             job = session.inspect.context
             if isinstance(job, DistributedJob):
@@ -92,6 +95,8 @@ class HookState:
         except BaseException as error:
             self._error = error
             raise
+        finally:
+            self.attaching = False
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns the part of this state that a copied or pickled DDP module contains."""

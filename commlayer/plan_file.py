@@ -15,7 +15,7 @@ from commlayer.balance.loss_model import LossModel
 from commlayer.errors import InvalidInput, RecordError
 from commlayer.planner.convergence import LearningRow
 from commlayer.planner.data.tables import learning_rows, profile_from_tables
-from commlayer.planner.inputs import checked_inputs, remeasure_hint
+from commlayer.planner.inputs import checked_inputs
 from commlayer.planner.model import Basis, Cluster, Node, Policy, Profile
 from commlayer.records import SCHEMA, Bucket, Job, Plan, Record, complete
 
@@ -121,7 +121,7 @@ def inputs_of(path: Path) -> PlanFileInputs:
     try:
         return records.decode(text_of(beside, "inputs").encode(), PlanFileInputs, f"inputs {beside}")
     except RecordError as error:
-        raise RecordError("E-PLAN-FILE", f"{error.what}{remeasure_hint(error)}") from None
+        raise RecordError("E-PLAN-FILE", error.what) from None
 
 
 def basis_of(plan: Any) -> Basis | None:

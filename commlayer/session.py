@@ -287,6 +287,7 @@ class Session:
         self.close("" if error is None else cause_of(error))
 
 
+@torch.inference_mode(mode=False)  # its buffers are written outside an inference_mode() around the call
 def attach(
     model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, compression: Any = None,
     sync: str | LocalSteps | None = None, plan: str | Path | Plan | None = None, grad_scaler: Any = None,
@@ -315,17 +316,6 @@ def attach(
 
     >>> session = attach(model, optimizer, compression="topk(ratio=0.01)")                      # doctest: +SKIP
     """
-    return attach_module(model, optimizer, compression=compression, sync=sync, plan=plan, grad_scaler=grad_scaler,
-                         clip_grad_norm=clip_grad_norm, process_group=process_group, steps=steps, config=config)
-
-
-@torch.inference_mode(mode=False)  # its buffers are written outside an inference_mode() around the call
-def attach_module(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, *, compression: Any, plan: str | Path | Plan | None,
-    grad_scaler: Any, process_group: Any, config: Config | dict[str, Any] | None, sync: str | LocalSteps | None = None,
-    clip_grad_norm: float | None = None, steps: int | None = None, hook: object = None,
-) -> Session:
-    """Implements attach(). `hook`: the HookState of a DDP module that uses commlayer's communication hook."""
     if steps is not None and (not isinstance(steps, int) or steps < 1):
         raise InvalidInput("E-ARGUMENT", f"steps: got {steps!r}, allowed: a whole number of training steps, 1 or more")
     end_dropped()
@@ -349,7 +339,7 @@ def attach_module(
         check_optimizer(optimizer)
         forbids = forbids_of(model, named, optimizer)
         if ddp is not None:
-            check_silenceable(ddp, hook)
+            check_silenceable(ddp)
             model = ddp.module
             named = parameters_of(model)
         shards = shards_of(model, process_group)

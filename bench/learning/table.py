@@ -43,7 +43,7 @@ def table(store: Store, date: str) -> LearningTable:
         tasks=tuple(sorted({variant.task for variant in curves})), torch=str(torch.__version__),
         code=hashlib.sha256(" ".join(marks).encode()).hexdigest()[:16], errors=errors(factors.held_out(costs)),
         numel=max(sum(p.numel() for p in task(0).model.parameters()) for task in TASKS.values()),
-    ), rows)
+    ), rows, 1)
 
 
 def errors(predictions: Sequence[HeldOutPrediction]) -> dict[str, float]:

@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
 def job_named(model: str, batch: int | None) -> Job:
     """The job that MODEL names: a built-in job, a job file, or a model from the user's function, whose work is counted."""
-    check_batch(batch)
     if model.endswith(".json"):
         return models.on_reference(_of_batch(records.decode(text_of(model, "job").encode(), Job, f"job {model}"), batch, model))
     if model.endswith(".py") or ":" in model:
@@ -45,11 +44,6 @@ def job_named(model: str, batch: int | None) -> Job:
         return models.builtin(model, batch)
     except ValueError as error:
         raise InvalidInput("E-CLI-OPTION", f"{error}; or a job file ending in .json, or FILE.py[:FUNCTION]") from None
-
-
-def check_batch(batch: int | None) -> None:
-    if batch is not None and batch < 1:
-        raise InvalidInput("E-CLI-OPTION", f"--batch: got {batch}, allowed: at least 1")
 
 
 def _of_batch(job: Job, batch: int | None, file: str) -> Job:
@@ -74,9 +68,7 @@ def with_noise(job: Job, noise_scale: float | None) -> Job:
 
 
 def server_price(server: str, steps: int | None) -> tuple[str, float]:
-    """Splits --server of `estimate` into the link's rate and the price per hour; 0: no price. Also checks --steps."""
-    if steps is not None and steps < 1:
-        raise InvalidInput("E-CLI-OPTION", f"--steps: got {steps}, allowed: at least 1")
+    """Splits --server of `estimate` into the link's rate and the price per hour; 0: no price."""
     rate, comma, text = server.partition(",")
     if not comma:
         return server, 0.0

@@ -12,7 +12,7 @@ import typer
 from commlayer.cli.options import Json
 from commlayer.cli.output import check_out, write_json
 from commlayer.demo.settings import COMMLAYER, DDP, DemoSettings
-from commlayer.errors import CommError, InvalidInput
+from commlayer.errors import CommError
 
 MOST_HOMES, SHORTEST_S, LONGEST_S = 8, 10, 3600
 FRAME_S, LINE_S = 0.5, 10.0
@@ -24,15 +24,18 @@ PIPE_WIDTH, BELOW = 100, 12
 
 def demo(
     links: Annotated[str, typer.Option(help="The line of each home, down/up.", metavar="RATES")] = "100/20Mb",
-    homes: Annotated[int, typer.Option(help="Number of homes.")] = 3,
-    seconds: Annotated[int, typer.Option(help="Seconds of training.")] = 90,
+    homes: Annotated[int, typer.Option(help="Number of homes.", min=2, max=MOST_HOMES)] = 3,
+    seconds: Annotated[int, typer.Option(help="Seconds of training.", min=SHORTEST_S, max=LONGEST_S)] = 90,
     seed: Annotated[int, typer.Option(help="Seed of weights and batches.", min=0)] = 0,
     page: Annotated[bool, typer.Option("--page", help="Also show the running job in the browser.")] = False,
     png: Annotated[Path, typer.Option(help="File for the picture; needs matplotlib.", metavar="FILE")] = PICTURE,
     json: Json = None,
 ) -> None:
     """Race one machine alone, DDP, and commlayer on simulated homes to a loss; takes under two minutes."""
-    settings = _settings(links, homes, seconds, seed, page=page)
+    from commlayer.planner.inputs import link_of
+
+    line = link_of(links, "--links")
+    settings = DemoSettings(homes, line.up_bps, line.down_bps, seconds, seed, page)
     check_out(png, "--png ")
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
@@ -43,16 +46,6 @@ def demo(
     except KeyboardInterrupt:
         typer.echo("commlayer demo: stopped", err=True)
         raise typer.Exit(130) from None
-
-
-def _settings(links: str, homes: int, seconds: int, seed: int, *, page: bool) -> DemoSettings:
-    for option, value, least, most in (("homes", homes, 2, MOST_HOMES), ("seconds", seconds, SHORTEST_S, LONGEST_S)):
-        if not least <= value <= most:
-            raise InvalidInput("E-CLI-OPTION", f"--{option} {value}: allowed are {least} to {most}")
-    from commlayer.planner.inputs import link_of
-
-    line = link_of(links, "--links")
-    return DemoSettings(homes, line.up_bps, line.down_bps, seconds, seed, page)
 
 
 def _run(settings: DemoSettings, png: Path, json: Path | None, links: str) -> None:

@@ -17,7 +17,7 @@ from commlayer.transport.keys.secret import REMEDY
 Json = Annotated[Path | None, typer.Option(
     "--json", callback=check_json, help="Also write the result to this file.", metavar="FILE")]
 Out = Annotated[Path, typer.Option(help="Write the result there.", metavar="FILE")]
-Batch = Annotated[int | None, typer.Option(help="Samples per worker; default: the model's usual batch.", metavar="N")]
+Batch = Annotated[int | None, typer.Option(help="Samples per worker; default: the model's usual batch.", metavar="N", min=1)]
 NoiseScale = Annotated[float | None, typer.Option(
     help="Gradient noise scale in samples; default: as published for such models.", metavar="N")]
 Codecs = Annotated[list[str] | None, typer.Option("--codec", help="Allow only this codec; may be repeated.", metavar="CODEC")]

@@ -284,19 +284,7 @@ def unit_of(script: Path, args: Sequence[str], when: str, *, pause_if_busy: bool
                *(["--max-gpu-power", str(watts)] if watts else []), *(["--monthly", monthly] if monthly else []),
                *(["--upload-share", upload_share] if upload_share else [])]
     command = shlex.join([sys.executable, "-m", "commlayer", "up", *options, str(script.resolve()), *args]).replace("%", "%%")
-    return f"""# Save as ~/.config/systemd/user/commlayer.service. Then:
-#   systemctl --user enable --now commlayer; loginctl enable-linger
-[Unit]
-Description=A home that trains with commlayer
-[Service]
-WorkingDirectory={Path.cwd()}
-ExecStart={command}
-KillMode=mixed
-KillSignal=SIGINT
-Restart=on-failure
-RestartSec=60
-[Install]
-WantedBy=default.target"""
+    return Path(__file__).with_name("home.service").read_text("utf-8").strip().format(folder=Path.cwd(), command=command)
 
 
 def pause() -> None:

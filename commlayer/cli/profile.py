@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from commlayer import records
-from commlayer.cli.arguments import check_batch, made_by, timed_job
+from commlayer.cli.arguments import made_by, timed_job
 from commlayer.cli.options import Batch, Codecs, Out
 from commlayer.cli.output import Table, check_out, show, write
 from commlayer.errors import InvalidInput
@@ -32,7 +32,6 @@ def profile(
     """Measure codecs and a model's step on this machine, for plan create --profile."""
     if batch is not None and not model:
         raise InvalidInput("E-CLI-OPTION", "--batch applies to a model's loss function: give MODEL, too")
-    check_batch(batch)
     for file in (out, job) if model else (out,):
         check_out(file)
     make = made_by(model) if model else None

@@ -18,7 +18,7 @@ from commlayer.errors import InvalidInput
 
 def tune(
     task: Annotated[str, typer.Argument(help="A file.py with proxy(settings), or module:function.")],
-    trials: Annotated[int, typer.Option(help="Number of proxy runs, including earlier ones in --store.")] = 30,
+    trials: Annotated[int, typer.Option(help="Number of proxy runs, including earlier ones in --store.", min=1)] = 30,
     budget: Annotated[str, typer.Option(
         help="Allowed increase of the loss over uncompressed training: 0.005, or 0.5%.", metavar="PART")] = "0.005",
     codec: Codecs = None,
@@ -31,8 +31,6 @@ def tune(
     out: Out = Path("loss.json"),
 ) -> None:
     """Find the fastest settings within a loss budget by short proxy trainings; write a loss model for plan create --loss."""
-    if trials < 1:
-        raise InvalidInput("E-CLI-OPTION", f"--trials {trials}: allowed is 1 or more")
     if method not in tuner.METHODS:
         raise InvalidInput("E-CLI-OPTION", f"--method {method!r}: allowed are {', '.join(tuner.METHODS)}")
     part = loss_part("--budget", budget, above_0=True)

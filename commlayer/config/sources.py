@@ -19,8 +19,6 @@ from commlayer.records import complete
 KEYS_TOKEN = "token"
 """Name of the file with the job's secret, inside a node's key folder."""
 KEYS_REMEDY = "; `commlayer keys add NAME` creates a folder of keys to copy to the node"
-REMOVED = {"quarantine": "remove it: servers no longer judge contributions by their size"}
-"""Settings that earlier versions had, with what to do instead."""
 TYPES: Mapping[str, Any] = get_type_hints(Config, include_extras=True)
 """Type of each setting by its name; the type's description names the allowed values."""
 
@@ -87,8 +85,6 @@ def from_file(environ: Mapping[str, str], cwd: Path) -> dict[str, Setting]:
 
 
 def _known(name: str, source: str) -> str:
-    if name in REMOVED:
-        raise RecordError("E-SETTING", f"{name}: this setting was removed ({source}); {REMOVED[name]}")
     if name not in TYPES:
         near = difflib.get_close_matches(name, TYPES, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]}?" if near else f"allowed: {', '.join(TYPES)}"

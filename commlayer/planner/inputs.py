@@ -311,14 +311,7 @@ def _convert(data: Any, kind: type[T], what: str) -> T:
     try:
         return msgspec.convert(data, complete(kind))
     except msgspec.MsgspecError as error:
-        raise RecordError("E-PLAN-INPUT", f"{what}: {error}{remeasure_hint(error)}") from None
-
-
-def remeasure_hint(error: Exception) -> str:
-    """The remedy if an error shows that a profile has the former field `loss`. Its guesses from tables would now count as
-    measured."""
-    guessed = "unknown field `loss`" in str(error) and "codecs[" in str(error)
-    return "; an earlier version made this profile: measure again (`commlayer profile`)" if guessed else ""
+        raise RecordError("E-PLAN-INPUT", f"{what}: {error}") from None
 
 
 def _raise_first(problems: Iterable[str], what: str) -> None:

@@ -81,10 +81,6 @@ Kind = Literal["flat", "two-level", "service", "sum"]
 KINDS: tuple[Kind, ...] = ("flat", "two-level", "service", "sum")
 GPU_AND_CPU: tuple[Device, ...] = ("gpu", "cpu")
 
-FLOAT_PAIRS = (("reduce_scatter", "allgather"), ("reduce", "broadcast"))
-PAYLOAD_PAIRS = (("alltoall", "allgather"), ("gather", "broadcast"))
-"""Two collectives that sum together: the first divides or gathers floats or payloads, the second returns the sum."""
-
 Paths = tuple[Path, ...]
 
 
@@ -101,99 +97,60 @@ def sums_payloads(path: Path) -> bool:
     return encodes(path) > 0 and any(op.name == "allreduce" for op in path)
 
 
+GRAMMAR = {
+    "flat": "all.allreduce | all.reduce_scatter floats(all.allgather) | all.reduce floats(all.broadcast)"
+            "| encode all.allgather decode"
+            "| encode all.alltoall payloads(all.allgather) | encode all.gather payloads(all.broadcast)",
+    "two-level": "node.reduce_scatter net_floats(node.allgather) | node.reduce_scatter encode net_payloads(node.allgather)"
+                 "| node.reduce net_floats(node.broadcast) | node.reduce encode net_payloads(node.broadcast)"
+                 "| inner_payloads(node.alltoall,node.allgather) | inner_payloads(node.gather,node.broadcast)",
+    "service": "encode net.push net.pull decode | encode net.push net.forward decode"
+               "| node.reduce_scatter encode net.push net.pull decode node.allgather"
+               "| node.reduce encode net.push net.pull decode node.broadcast"
+               "| node.reduce_scatter encode net.push net.forward decode node.allgather"
+               "| node.reduce encode net.push net.forward decode node.broadcast",
+    "sum": "encode all.allreduce decode"
+           "| node.reduce_scatter encode net.allreduce decode node.allgather"
+           "| node.reduce encode net.allreduce decode node.broadcast",
+    "floats": "{0} | encode {0} decode",
+    "payloads": "{0} decode | decode floats({0})",
+    "inner_payloads": "encode {0} net_payloads({1}) | encode {0} decode net_floats({1})"
+                      "| encode {0} decode encode net_payloads({1})",
+    "net_floats": "net.allreduce floats({0}) | net.reduce_scatter net_second(net.allgather,{0})"
+                  "| net.reduce net_second(net.broadcast,{0})",
+    "net_payloads": "net.allgather payloads({0})"
+                    "| net.alltoall net.allgather payloads({0}) | net.alltoall decode net_second(net.allgather,{0})"
+                    "| net.gather net.broadcast payloads({0}) | net.gather decode net_second(net.broadcast,{0})",
+    "net_second": "{0} floats({1}) | encode {0} payloads({1})",
+}
+"""Rules: sequences of operations and other rules, with "|" between alternatives. An encode or decode is on any device. Of two
+collectives that sum together, the first divides or gathers floats or payloads, and the second, a rule's argument, returns the
+sum. A server adds one payload per rank and bucket, so sums inside a node are encoded before the push."""
+
+
 @cache
 def paths_of_kind(name: Kind, devices: tuple[Device, ...] = GPU_AND_CPU) -> Paths:
-    """All paths of one kind, in a fixed order."""
-    tree = _Tree(devices)
-    build = {"flat": tree.flat, "two-level": tree.two_level, "service": tree.service, "sum": tree.sums}[name]
-    return tuple(build())
+    """All paths of one kind, in a fixed order. `devices`: those that encode and decode."""
+    return tuple(_alternatives(GRAMMAR[name], devices))
 
 
-class _Tree:
-    """The grammar's rules, one method each. `devices`: the devices that encode and decode."""
-
-    def __init__(self, devices: Iterable[Device]) -> None:
-        self.C: Paths = tuple((Op("encode", d),) for d in devices)
-        self.D: Paths = tuple((Op("decode", d),) for d in devices)
-
-    def flat(self) -> Iterator[Path]:
-        yield (Op("allreduce", "all"),)
-        for first, second in FLOAT_PAIRS:
-            yield from _rows([_op(first, "all")], self.last_collective("all", second))
-        yield from _rows(self.C, [_op("allgather", "all")], self.D)
-        for first, second in PAYLOAD_PAIRS:
-            yield from _rows(self.C, [_op(first, "all")], self.last_of_payloads("all", second))
-
-    def two_level(self) -> Iterator[Path]:
-        for second, floats in self.sums_inside_nodes():
-            if floats:
-                yield from _rows(floats, self.between_nodes(second))
-                yield from _rows(floats, self.C, self.payloads_between_nodes(second))
-        for (_, second), merged, forwarded in self.payloads_inside_nodes():
-            yield from _rows(forwarded, self.payloads_between_nodes(second))
-            yield from _rows(merged, self.between_nodes(second))
-            yield from _rows(merged, self.C, self.payloads_between_nodes(second))
-
-    def service(self) -> Iterator[Path]:
-        """Yields paths over a server. A server adds one payload per rank and bucket, so sums inside a node are encoded before
-        the push."""
-        for back in ("pull", "forward"):
-            yield from _rows(self.C, [(Op("push", "net"), Op(back, "net"))], self.D)
-        for back in ("pull", "forward"):
-            yield from self._middle((Op("push", "net"), Op(back, "net")))
-
-    def sums(self) -> Iterator[Path]:
-        yield from _rows(self.C, [_op("allreduce", "all")], self.D)
-        yield from self._middle(_op("allreduce", "net"))
-
-    def _middle(self, between: Path) -> Iterator[Path]:
-        """Sums floats inside each node, runs `between` on payloads of the sums, and returns floats to the node."""
-        for second, floats in self.sums_inside_nodes():
-            yield from _rows(floats, self.C, [between], self.D, [_op(second, "node")])
-
-    def sums_inside_nodes(self) -> Iterator[tuple[str, Paths]]:
-        for first, second in FLOAT_PAIRS:
-            yield second, (_op(first, "node"),)
-
-    def payloads_inside_nodes(self) -> Iterator[tuple[tuple[str, str], Paths, Paths]]:
-        """Yields first collectives of payloads inside the node: decoded and summed, or forwarded unchanged."""
-        for first, second in PAYLOAD_PAIRS:
-            forwarded = tuple(_rows(self.C, [_op(first, "node")]))
-            yield (first, second), tuple(_rows(forwarded, self.D)), forwarded
-
-    def last_collective(self, scope: Scope, second: str) -> Paths:
-        return (_op(second, scope), *_rows(self.C, [_op(second, scope)], self.D))
-
-    def last_of_payloads(self, scope: Scope, second: str) -> Paths:
-        return (*_rows([_op(second, scope)], self.D), *_rows(self.D, self.last_collective(scope, second)))
-
-    def between_nodes(self, inner: str) -> Iterator[Path]:
-        yield from _rows([_op("allreduce", "net")], self.last_collective("node", inner))
-        for first, second in FLOAT_PAIRS:
-            yield from _rows([_op(first, "net")], self.second_between_nodes(second, inner))
-
-    def payloads_between_nodes(self, inner: str) -> Iterator[Path]:
-        yield from _rows([_op("allgather", "net")], self.last_of_payloads("node", inner))
-        for first, second in PAYLOAD_PAIRS:
-            yield from _rows([_op(first, "net")], [_op(second, "net")], self.last_of_payloads("node", inner))
-            yield from _rows([_op(first, "net")], self.D, self.second_between_nodes(second, inner))
-
-    def second_between_nodes(self, second: str, inner: str) -> Iterator[Path]:
-        yield from _rows([_op(second, "net")], self.last_collective("node", inner))
-        yield from _rows(self.C, [_op(second, "net")], self.last_of_payloads("node", inner))
+def _alternatives(rule: str, devices: Sequence[Device]) -> Iterator[Path]:
+    for alternative in rule.split("|"):
+        rows: list[Path] = [()]
+        for word in alternative.split():
+            tails = _tails(word, devices)
+            rows = [row + tail for row in rows for tail in tails]
+        yield from rows
 
 
-def _op(name: str, scope: Scope) -> Path:
-    return (Op(name, scope),)
-
-
-def _rows(*columns: Iterable[Path]) -> Iterator[Path]:
-    """All combinations of one entry from each column, concatenated."""
-    rows: list[Path] = [()]
-    for column in columns:
-        tails = list(column)
-        rows = [row + tail for row in rows for tail in tails]
-    yield from rows
+def _tails(word: str, devices: Sequence[Device]) -> list[Path]:
+    """What a word of the grammar stands for."""
+    name, _, arguments = word.rstrip(")").partition("(")
+    if name in CODING:
+        return [(Op(name, device),) for device in devices]
+    if name in GRAMMAR:
+        return list(_alternatives(GRAMMAR[name].format(*arguments.split(",")), devices))
+    return [(_parsed_op(word, word),)]
 
 
 def usable_paths(

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from commlayer.errors import CODES
+import tomllib
+from pathlib import Path
+
 from reference_pages.markdown import MADE, table_row
+
+CODES: dict[str, dict[str, str]] = tomllib.loads(Path(__file__).with_name("error_codes.toml").read_text("utf-8"))
 
 
 def errors() -> str:
@@ -14,4 +18,4 @@ def errors() -> str:
         "and settings are `ValueError`. Calls at the wrong time are `RuntimeError`. A command that fails with one of them",
         "prints one line and ends with exit code 2.", "",
         "| code | meaning | remedy |", "| --- | --- | --- |",
-        *(table_row(f"`{code}`", meaning, remedy) for code, (meaning, remedy) in CODES.items()), ""))
+        *(table_row(f"`{code}`", each["meaning"], each["remedy"]) for code, each in CODES.items()), ""))

@@ -89,7 +89,6 @@ def test_rules_use_the_argument_names_of_the_factories(family: str) -> None:
     ("topk(0)", "topk: ratio is 0"),
     ("topk(ratio=True)", "topk: ratio is True"),
     ("qsgd(levels=8)", "qsgd: levels is 8, but it must be one of 1, 3, 7, 15, 127"),
-    ("partition(int8(), parts=2)", "partition was removed; use powersgd(shapes=...)"),
     ("gzip()", "'gzip' is unknown"),
     (f"topk({'9' * 400})", "topk: ratio is 9"),
     (f"topk({'1+' * 5000}1)", "10007 characters, allowed 4096"),

@@ -200,8 +200,3 @@ def test_reconnect_time_is_within_the_deadline(
         fields: dict[str, float], window_s: float, silent_s: float) -> None:
     config = read_config(fields, environ={}, cwd="/nonexistent")
     assert (reconnect_window_s(config), unheard_s(config)) == (window_s, silent_s)
-
-
-def test_removed_setting_names_its_replacement() -> None:
-    with pytest.raises(RecordError, match=r"^quarantine: .*argument quarantine.*\[E-SETTING\]$"):
-        read({"quarantine": "all"})

@@ -302,7 +302,7 @@ def test_tasks_with_equal_ranking_predict_each_other() -> None:
 
 
 @pytest.mark.parametrize(("change", "text"), [
-    ((b'"version": 1', b'"version": 2'), r"version 2\b.* 1\b.*own_learning.*E-LEARNING-TABLE"),
+    ((b'"version": 1', b'"version": 2'), r" 2 - at `\$\.version`.*own_learning.*E-LEARNING-TABLE"),
     ((b'"every":1', b'"every":0'), "every=0.*E-LEARNING-TABLE"),
     ((b'"optimizer":"adam"', b'"optimizer":"prodigy"'), "prodigy int4.*E-LEARNING-TABLE"),
     ((b'"late":false', b'"late":"no"'), "`bool`.*E-LEARNING-TABLE"),
@@ -313,7 +313,7 @@ def test_tasks_with_equal_ranking_predict_each_other() -> None:
 ])
 def test_unusable_table_is_reported_in_one_line(change: tuple[bytes, bytes], text: str, tmp_path: Path) -> None:
     source = tables.Provenance("2026-01-02", "c", 9, ("a",), "2.6", "hash")
-    result = tables.LearningTable(source, shared_rows(measured("int4()", 1.0)))
+    result = tables.LearningTable(source, shared_rows(measured("int4()", 1.0)), 1)
     data = tables.encoded_table(result)
     assert change[0] in data
     (tmp_path / "t.json").write_bytes(data.replace(*change))
@@ -422,7 +422,7 @@ def table(path: Path, **costs: float) -> Path:
     rows = tuple(LearningRow("adam", "gradients", codec, 1, "", False, 0, 1 + cost, 1 + cost, cost, cost, 1, 1)
                  for codec, cost in (("int4()", costs["int4"]), ("int8()", costs["int8"])))
     provenance = Provenance("2026-01-02", "commlayer tune", 2, ("your proxy",), "2.6", "x")
-    path.write_bytes(encoded_table(LearningTable(provenance, rows)))
+    path.write_bytes(encoded_table(LearningTable(provenance, rows, 1)))
     return path
 
 

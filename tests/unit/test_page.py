@@ -29,7 +29,7 @@ from support.event_stream import START, stream
 from commlayer.errors import InvalidInput
 from commlayer.observe import events
 from commlayer.observe.event_log import EventLog
-from commlayer.observe.events import Event, JobEvent, LogEvent, MemberEvent, StepEvent
+from commlayer.observe.events import Event, JobEvent, LogEvent, MemberEvent, StepEvent, WaitEvent
 from commlayer.observe.pages import job_feed, web
 from commlayer.observe.pages.job_feed import MAX_STREAMS, JobFeed
 from commlayer.observe.pages.page import document, report
@@ -233,6 +233,16 @@ def test_metrics_reflect_the_event_log() -> None:
         status, text = fetched(served.address, "/metrics")
         assert status == 200
         assert "commlayer_step_total" in text
+
+
+def test_metrics_use_the_clock_of_the_events() -> None:
+    then = time.time() - 3600
+    with closing(Served(EventLog(retains=True))) as served:
+        served.feed.ahead_s = -3600.0
+        for event in (JobEvent(time=then, run="r", world=2), StepEvent(time=then, rank=0, step=1),
+                      WaitEvent(time=then, rank=0, names=("worker 1",), waited_s=1.0)):
+            served.log.append(event)
+        assert "commlayer_waiting_seconds" in fetched(served.address, "/metrics")[1], "the wait is a second old, not an hour"
 
 
 def test_full_state_is_sent_first_and_then_updates(served: Served) -> None:

@@ -28,7 +28,7 @@ Optimizer = Annotated[str, typer.Option(
 Sync = Annotated[str, typer.Option(help="auto (any sync mode), or step (synchronous training only).", metavar="MODE")]
 PlanFile = Annotated[Path, typer.Option("--plan", help="The plan file; its inputs must be next to it.", metavar="FILE")]
 Steps = Annotated[int | None, typer.Option(
-    help="Length of the training in steps of all machines together, for hours, GPU-hours and kWh.", metavar="N")]
+    help="Length of the training in steps of all machines together, for hours, GPU-hours and kWh.", metavar="N", min=1)]
 PricedServer = Annotated[str, typer.Option(
     help='The link of the server for --homes; default 1Gb. With --steps also its price per hour: "1Gb,0.04".',
     metavar="RATE[,PRICE]")]

@@ -48,9 +48,9 @@ class QuietDDP:
         self._ddp.require_forward_param_sync = True
 
 
-def check_silenceable(ddp: DistributedDataParallel, hook: object = None) -> None:
-    """Raises ValueError for a module whose training would change if attach() averaged its gradients instead of DDP. `hook`:
-    commlayer's HookState on the module."""
+def check_silenceable(ddp: DistributedDataParallel) -> None:
+    """Raises ValueError for a module whose training would change if attach() averaged its gradients instead of DDP. The
+    only hook that it may have is commlayer's own, which is attaching the module."""
     if ignored := sorted(getattr(ddp, "parameters_to_ignore", ())):
         raise InvalidInput("E-DDP-UNSUPPORTED",
                            f"DistributedDataParallel ignores the parameter {ignored[0]}, but attach() would average it: freeze "
@@ -59,7 +59,7 @@ def check_silenceable(ddp: DistributedDataParallel, hook: object = None) -> None
         raise InvalidInput("E-DDP-UNSUPPORTED",
                            "attach() does not support DistributedDataParallel(mixed_precision=...), which replaces weights "
                            "around its own averaging: use torch.autocast")
-    if any(hook is None or state is not hook for _, state in ddp._comm_hooks):
+    if any(not getattr(state, "attaching", False) for _, state in ddp._comm_hooks):
         raise InvalidInput("E-DDP-UNSUPPORTED",
                            "the DistributedDataParallel module has a communication hook, but attach() averages gradients "
                            "without it: create the module without the hook")

@@ -15,7 +15,7 @@ from commlayer.observe.event_log import EventLog
 from commlayer.observe.events import decode
 from commlayer.observe.pages.metrics import CONTENT_TYPE, exposition
 from commlayer.observe.pages.page import Update, document, state_of
-from commlayer.observe.pages.run_record import RunRecord
+from commlayer.observe.pages.run_record import Point, RunRecord
 from commlayer.observe.pages.web import Page, Pages
 
 log = logging.getLogger("commlayer")
@@ -31,16 +31,15 @@ LAST_S = 1.0
 class JobFeed:
     """A view of a job that follows an EventLog on a thread of its own, until close(). Thread-safe.
 
-    All clients get the same updates. A client that misses one gets the complete state next, so no update is kept for it.
+    Each client gets the complete state first, and then what is new since its last update.
     """
 
     def __init__(self, events: EventLog, paused: Callable[[], bool] | None = None) -> None:
         """`paused`: whether the homes of this machine are paused, for a page with the button; None: without."""
         self._events, self._cursor, self._record = events, 0, RunRecord()
-        self._sent = 0, 0, self._record.curves.points
-        """What clients have: number of notable events, number of points, and the list of these points."""
         self._changed = threading.Condition()
-        self._number, self._update, self._streams = 0, b"", 0
+        self._number = self._streams = 0
+        """Number of times that the record was brought up to date, and of open streams."""
         self._closing = self._closed = False
         self._paused = paused
         self.ahead_s, self.note = 0.0, ""
@@ -57,29 +56,16 @@ class JobFeed:
 
     def _run(self) -> None:
         with self._changed:
-            while not self._closing:
-                self._publish()
-                self._changed.wait_for(lambda: self._closing, UPDATE_S)
-            self._closed = True
-            self._publish()
-
-    def _publish(self) -> None:
-        """Makes the update about what is new. The caller holds the lock. An error leaves clients with what they have."""
-        try:
-            self._make_update()
-        except Exception:
-            log.exception("the page of the job cannot show its latest events")
-            self._number, self._update = self._number + 1, b""
-        self._changed.notify_all()
-
-    def _make_update(self) -> None:
-        self._follow()
-        record, (notable, points, curve) = self._record, self._sent
-        self._sent = record.notable, len(record.curves.points), record.curves.points
-        self._number += 1
-        # Curves that were merged or that belong to another run are sent as a whole.
-        goes_on = self._streams and curve is record.curves.points
-        self._update = self._message(record.notable - notable, points) if goes_on else b""
+            while not self._closed:
+                self._closed = self._closing
+                try:
+                    self._follow()
+                except Exception:
+                    log.exception("the page of the job cannot show its latest events")
+                self._number += 1
+                self._changed.notify_all()
+                if not self._closed:
+                    self._changed.wait_for(lambda: self._closing, UPDATE_S)
 
     def _follow(self) -> None:
         while (batch := self._events.since(self._cursor)).lines:
@@ -88,11 +74,16 @@ class JobFeed:
                 if (event := decode(line)) is not None:
                     self._record.apply(event)
 
-    def _message(self, events: int, point: int, *, whole: bool = False) -> bytes:
-        """An update as a server-sent event, with the last `events` notable events and the points from `point` on."""
+    @property
+    def _now(self) -> float:
+        """The time in the clock of the events."""
+        return max(time.time() + self.ahead_s, self._record.view.time)
+
+    def _message(self, notable: int, point: int, *, whole: bool) -> bytes:
+        """An update as a server-sent event, with the notable events and the points from these numbers on."""
         record = self._record
-        latest = list(islice(reversed(record.events), events))[::-1]
-        state = state_of(record.view, max(time.time() + self.ahead_s, record.view.time))
+        latest = list(islice(reversed(record.events), record.notable - notable))[::-1]
+        state = state_of(record.view, self._now)
         state["waits"] = [*([self.note] if self.note else []), *state["waits"]]
         state["paused"] = self._paused() if self._paused else None
         update = msgspec.json.encode(Update([state], record.curves.points[point:], latest, whole))
@@ -101,7 +92,7 @@ class JobFeed:
     def _metrics(self) -> Page:
         with self._changed:
             self._follow()
-            return Page(CONTENT_TYPE, exposition(self._record.view, time.time()).encode())
+            return Page(CONTENT_TYPE, exposition(self._record.view, self._now).encode())
 
     def _stream(self) -> Page:
         with self._changed:
@@ -112,15 +103,17 @@ class JobFeed:
         return Page("text/event-stream", self._updates())
 
     def _updates(self) -> Generator[bytes]:
-        number, ended = -1, False
+        number, notable, points, curve, ended = -1, 0, 0, list[Point](), False
         try:
             while not ended:
                 with self._changed:
                     while self._number == number:
                         self._changed.wait()
-                    missed, number, ended = self._number != number + 1, self._number, self._closed
-                    whole = missed or not self._update
-                    update = self._message(len(self._record.events), 0, whole=True) if whole else self._update
+                    number, ended, record = self._number, self._closed, self._record
+                    # Curves that were merged or that belong to another run are sent as a whole.
+                    whole = curve is not record.curves.points
+                    update = self._message(0 if whole else notable, 0 if whole else points, whole=whole)
+                    notable, points, curve = record.notable, len(record.curves.points), record.curves.points
                 yield update
         finally:
             with self._changed:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Collection, Iterable, Mapping
 
@@ -144,25 +143,13 @@ def _measured_family(optimizer: str, known: Collection[str]) -> str:
 
 def excess(rows: tuple[LearningRow, ...], codec: str, recipe: Recipe = Recipe()) -> Excess:
     """Convergence cost of exchanging with `codec`, spelled as in plans. Zero if there are no rows."""
-    return _costs_of(_RowsById(rows)).look(codec, recipe) if rows else NONE
-
-
-class _RowsById:
-    """Hashes and compares rows by identity: comparing hundreds of rows would take longer than the lookup."""
-
-    def __init__(self, rows: tuple[LearningRow, ...]) -> None:
-        self.rows = rows
-
-    def __hash__(self) -> int:
-        return id(self.rows)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _RowsById) and other.rows is self.rows
-
-
-@functools.lru_cache(8)
-def _costs_of(same: _RowsById) -> _Costs:
-    return _Costs(same.rows)
+    if not rows:
+        return NONE
+    if id(rows) not in _KNOWN:
+        if len(_KNOWN) == MOST_KNOWN:
+            _KNOWN.clear()
+        _KNOWN[id(rows)] = _Costs(rows)
+    return _KNOWN[id(rows)].look(codec, recipe)
 
 
 class _Costs:
@@ -253,3 +240,8 @@ def _point(row: LearningRow) -> tuple[ExchangeMode, str, Point]:
 
 def _value(row: LearningRow, field: str) -> float:
     return max(0.0, {"steps": row.steps - 1, "high": row.steps_high - 1, "loss": row.loss, "loss_high": row.loss_high}[field])
+
+
+MOST_KNOWN = 8
+_KNOWN: dict[int, _Costs] = {}
+"""Costs by the id of their rows, which they keep alive: to hash hundreds of rows would take longer than the lookup."""

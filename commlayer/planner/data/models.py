@@ -1,7 +1,7 @@
 """Built-in jobs by name: the tensors of published models, and the times of a step at a usual batch size.
 
 A preset is a present-day job in bf16, with times computed from the operations and the GPU's data sheet. A published job is one
-of a paper, in FP32 on one V100. Both are in data/models.toml; the functions here make the tensors.
+of a paper, in FP32 on one V100. Both are in data/models.toml; the classes here make the tensors.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Layers = Iterator[Layer]
 
 
 def layer_of(name: str, macs: float, **shapes: tuple[int, ...]) -> Layer:
-    return Layer(tuple(TensorInfo(f"{name}.{part}", shape) for part, shape in shapes.items()), macs)
+    return Layer(tuple(TensorInfo(f"{name}.{part}" if name else part, shape) for part, shape in shapes.items()), macs)
 
 
 def weighted(name: str, shape: tuple[int, ...], times: int, *, bias: bool) -> Layer:
@@ -41,9 +41,9 @@ def weighted(name: str, shape: tuple[int, ...], times: int, *, bias: bool) -> La
     return layer_of(name, float(math.prod(shape) * times), **shapes)
 
 
-def conv(name: str, inside: int, outside: int, kernel: int, side: int, *, bias: bool = False) -> Layer:
+def conv(name: str, inside: int, outside: int, kernel: int, side: int) -> Layer:
     """A convolution with a square output of `side` x `side`."""
-    return weighted(name, (outside, inside, kernel, kernel), side**2, bias=bias)
+    return weighted(name, (outside, inside, kernel, kernel), side**2, bias=False)
 
 
 def linear(name: str, inside: int, outside: int, *, bias: bool = True, times: int = 1) -> Layer:
@@ -88,37 +88,6 @@ class ResNet(Record, frozen=True, tag_field="family", tag="resnet"):
                     yield norm(f"{name}.downsample.1", 4 * width)
                 inside = 4 * width
         yield linear("fc", inside, 1000)
-
-
-class Vgg16(Record, frozen=True, tag_field="family", tag="vgg16"):
-    def layers(self, seen: int) -> Layers:
-        place, inside = 0, 3
-        for side, widths in ((224, (64,) * 2), (112, (128,) * 2), (56, (256,) * 3), (28, (512,) * 3), (14, (512,) * 3)):
-            for width in widths:
-                yield conv(f"features.{place}", inside, width, 3, side, bias=True)
-                place, inside = place + 2, width
-            place += 1
-        for place, (wide_in, wide_out) in zip((0, 3, 6), ((512 * 49, 4096), (4096, 4096), (4096, 1000)), strict=True):
-            yield linear(f"classifier.{place}", wide_in, wide_out)
-
-
-class VitB16(Record, frozen=True, tag_field="family", tag="vit-b16"):
-    def layers(self, seen: int) -> Layers:
-        width, tokens = 768, 197
-        yield Layer((TensorInfo("class_token", (1, 1, width)),))
-        yield conv("conv_proj", 3, width, 16, 14, bias=True)
-        yield Layer((TensorInfo("encoder.pos_embedding", (1, tokens, width)),))
-        for block in range(12):
-            name = f"encoder.layers.encoder_layer_{block}"
-            yield norm(f"{name}.ln_1", width)
-            work = float(tokens * width * 3 * width + 2 * tokens**2 * width)
-            yield layer_of(f"{name}.self_attention", work, in_proj_weight=(3 * width, width), in_proj_bias=(3 * width,))
-            yield linear(f"{name}.self_attention.out_proj", width, width, times=tokens)
-            yield norm(f"{name}.ln_2", width)
-            yield linear(f"{name}.mlp.0", width, 4 * width, times=tokens)
-            yield linear(f"{name}.mlp.3", 4 * width, width, times=tokens)
-        yield norm("encoder.ln", width)
-        yield linear("heads.head", width, 1000)
 
 
 class Bert(Record, frozen=True, tag_field="family", tag="bert"):
@@ -226,34 +195,6 @@ class Adapters(Record, frozen=True, tag_field="family", tag="lora"):
         yield Layer((), float(width * self.decoder.words))
 
 
-class WhisperSmall(Record, frozen=True, tag_field="family", tag="whisper-small"):
-    """Whisper small with 30 s of sound for the encoder and 448 tokens for the decoder."""
-
-    def layers(self, seen: int) -> Layers:
-        width, frames, tokens, words = 768, 1500, 448, 51865
-        yield layer_of("encoder.conv1", 80.0 * 3 * width * 2 * frames, weight=(width, 80, 3), bias=(width,))
-        yield layer_of("encoder.conv2", 3.0 * width**2 * frames, weight=(width, width, 3), bias=(width,))
-        for part, own in (("encoder", frames), ("decoder", tokens)):
-            if part == "decoder":
-                yield layer_of("decoder.embed_tokens", 0.0, weight=(words, width))
-                yield layer_of("decoder.embed_positions", 0.0, weight=(tokens, width))
-            for block in range(12):
-                for attention, others in (("self_attn", own), *((("encoder_attn", frames),) if part == "decoder" else ())):
-                    name = f"{part}.layers.{block}.{attention}"
-                    yield norm(f"{name}_layer_norm", width)
-                    for each in ("q_proj", "k_proj", "v_proj"):
-                        yield linear(f"{name}.{each}", width, width, bias=each != "k_proj",
-                                     times=own if each == "q_proj" else others)
-                    out = linear(f"{name}.out_proj", width, width, times=own)
-                    yield out._replace(macs=out.macs + 2.0 * own * others * width)
-                name = f"{part}.layers.{block}"
-                yield norm(f"{name}.final_layer_norm", width)
-                yield linear(f"{name}.fc1", width, 4 * width, times=own)
-                yield linear(f"{name}.fc2", 4 * width, width, times=own)
-            yield norm(f"{part}.layer_norm", width)
-        yield Layer((), float(width * words * tokens))
-
-
 SDXL_MACS = 3.0e12
 """Multiply-adds for an image of 1024 x 1024 of SDXL's U-Net."""
 
@@ -275,20 +216,35 @@ class SdxlAdapters(Record, frozen=True, tag_field="family", tag="sdxl"):
                     yield layer_of(f"{name}.{attention}.{part}", SDXL_MACS / len(blocks) / 8, **adapter)
 
 
-class Lstm(Record, frozen=True, tag_field="family", tag="lstm"):
-    """A word-level LSTM of two layers; the decoder shares the encoder's weight."""
+class LayerRow(Record, frozen=True):
+    """A row of data/layers.toml, which says what the fields mean."""
+
+    name: str
+    shapes: dict[str, tuple[int, ...]]
+    times: int = 0
+    more_macs: int = 0
+
+
+class LayerGroup(Record, frozen=True):
+    layers: tuple[LayerRow, ...]
+    blocks: int = 1
+
+
+class Listed(Record, frozen=True, tag_field="family", tag="listed"):
+    """A model of one size, whose layers are in data/layers.toml."""
+
+    name: str
 
     def layers(self, seen: int) -> Layers:
-        width, words = 1500, 33278
-        yield layer_of("encoder", 0.0, weight=(words, width))
-        for i in range(2):
-            yield Layer(tuple(
-                TensorInfo(f"rnn.{kind}_l{i}", (4 * width, width) if kind.startswith("weight") else (4 * width,))
-                for kind in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")), 8.0 * width**2)
-        yield Layer((TensorInfo("decoder.bias", (words,)),), float(width * words))
+        for group in load("layers", dict[str, tuple[LayerGroup, ...]])[self.name]:
+            for block in range(group.blocks):
+                for row in group.layers:
+                    layer = layer_of(row.name.format(block), 0.0, **row.shapes)
+                    used = layer.tensors[0].numel * row.times if row.times else 0
+                    yield layer._replace(macs=float(used + row.more_macs))
 
 
-Architecture = ResNet | Vgg16 | VitB16 | Bert | Gpt2 | Decoder | Adapters | WhisperSmall | SdxlAdapters | Lstm
+Architecture = ResNet | Bert | Gpt2 | Decoder | Adapters | SdxlAdapters | Listed
 
 
 class Published(Record, frozen=True):

@@ -17,6 +17,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 from msgspec import structs
@@ -247,7 +248,6 @@ def _cost(name: str, device: str, bytes_s: float, floor_s: float) -> CodecCost:
 PAYLOAD_HEADER_NBYTES = 16
 
 
-VERSION = 1
 SHIPPED = FOLDER / "learning.json"
 
 
@@ -270,11 +270,7 @@ class Provenance(Record, frozen=True):
 class LearningTable(Record, frozen=True):
     provenance: Provenance
     rows: tuple[LearningRow, ...]
-    version: int = VERSION
-
-
-class _Version(Record, frozen=True, forbid_unknown_fields=False):
-    version: int
+    version: Literal[1]
 
 
 def read_table(path: Path) -> LearningTable:
@@ -282,9 +278,6 @@ def read_table(path: Path) -> LearningTable:
     what, data = f"learning table {path}", path.read_bytes()
     remedy = "python -m bench.learning.table" if path == SHIPPED else f"python -m bench.own_learning TASK {path}"
     try:
-        version = decode(data, _Version, what).version
-        if version != VERSION:
-            raise RecordError("E-LEARNING-TABLE", f"{what}: version {version}, allowed: {VERSION}")
         table = decode(data, LearningTable, what)
     except RecordError as error:
         raise RecordError("E-LEARNING-TABLE", f"{error.what}; create the table again with {remedy}") from None

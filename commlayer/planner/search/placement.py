@@ -37,7 +37,7 @@ def host_sets(cluster: Cluster) -> list[Hosts]:
     if len(able) < 2:
         return [Hosts(tuple(able))]
     evenly = Hosts(tuple(able), (1 / len(able),) * len(able))
-    owned = link_shares(cluster).shares
+    owned = link_shares(cluster)
     parts = {i: part for i, part in enumerate(owned) if part >= LEAST_PART * max(owned)}
     fitted = Hosts(tuple(parts), tuple(part / sum(parts.values()) for part in parts.values()) if len(parts) > 1 else ())
     alike = fitted.places == evenly.places and max(fitted.parts) <= min(fitted.parts) * (1 + EVEN)
@@ -50,51 +50,33 @@ def equal_links(cluster: Cluster) -> bool:
     return not rates or max(rates) <= min(rates) * (1 + EVEN)
 
 
-class Split(NamedTuple):
-    """How a model is divided among the nodes that host servers."""
-
-    shares: tuple[float, ...]
-    """Fraction of the bytes that each node of the cluster sums; all fractions sum to 1."""
-    seconds: float
-    """Seconds to send and receive all bytes once, in both directions at the same time."""
-
-
 def _bps(node: Node) -> float:
     return min(node.link.up_bps, node.link.down_bps)
 
 
-def link_shares(cluster: Cluster, nbytes: float = 1.0) -> Split:
-    """The fastest split if every training node sends and receives `nbytes`. A node without a server has fraction 0."""
+def link_shares(cluster: Cluster) -> tuple[float, ...]:
+    """The fraction of the model that each node of the cluster sums in the fastest split, if every training node sends and
+    receives the whole model. All fractions sum to 1; a node without a server has 0."""
     n = sum(1 for node in cluster.nodes if node.ranks)
-    hosts = [node for node in cluster.nodes if node.server]
-    bits = 8 * nbytes
-    # A training node sends and receives all bytes, unless it is the only one and hosts the server.
-    low_s = max((bits / _bps(node) for node in cluster.nodes if node.ranks and not (node.server and n == 1)), default=0.0)
-    high_s = max([low_s, *(n * bits / _bps(node) for node in hosts)]) * 2
+    # A training node sends and receives all bytes, unless it is the only one and hosts the server. Seconds are for one bit.
+    low_s = max((1 / _bps(node) for node in cluster.nodes if node.ranks and not (node.server and n == 1)), default=0.0)
+    high_s = max([low_s, *(n / _bps(node) for node in cluster.nodes if node.server)]) * 2
     for _ in range(200):
         middle_s = (low_s + high_s) / 2
         if middle_s in (low_s, high_s):
             break
-        if sum(_capacity(node, n, middle_s, bits) for node in cluster.nodes) >= 1:
+        if sum(_capacity(node, n, middle_s) for node in cluster.nodes) >= 1:
             high_s = middle_s
         else:
             low_s = middle_s
-    rooms = [_capacity(node, n, high_s, bits) for node in cluster.nodes]
-    total_room = sum(rooms)
-    owned = tuple(room / total_room for room in rooms)
-    return Split(owned, max(_busy_s(node, share, n, bits) for node, share in zip(cluster.nodes, owned, strict=True)))
+    rooms = [_capacity(node, n, high_s) for node in cluster.nodes]
+    total = sum(rooms)
+    return tuple(room / total for room in rooms)
 
 
-def _busy_s(node: Node, share: float, n: int, bits: float) -> float:
-    """Seconds that a node's link is busy in each direction if the node sums the fraction `share`."""
-    if node.ranks:
-        return bits / _bps(node) * ((1 - share) + (n - 1) * share)
-    return bits / _bps(node) * n * share
-
-
-def _capacity(node: Node, n: int, seconds: float, bits: float) -> float:
-    """The largest fraction of the bytes that the node can sum within `seconds`."""
-    passes = seconds * _bps(node) / bits
+def _capacity(node: Node, n: int, seconds: float) -> float:
+    """The largest fraction of a bit that the node can sum within `seconds`."""
+    passes = seconds * _bps(node)
     if not node.server:
         return 0.0
     if not node.ranks:

@@ -55,17 +55,11 @@ are extrapolated."""
 MOST_FRAGMENTS = 64
 
 
-def plan(job: Job, cluster: Cluster, profile: Profile | None = None, policy: Policy | None = None) -> Plan:
-    """The plan that reaches a loss first, by simulated steps and convergence factor; with objective="step", the plan with
-    the shortest step. Equal arguments give equal plans."""
-    search = PlanSearch(job, cluster, profile, policy)
-    return search.explained(search.best(exact=search.policy.exact))
-
-
 @contextmanager
 def _garbage_collection_paused() -> Iterator[None]:
     """Disables garbage collection. Planning allocates a few hundred thousand objects that live until its end; scanning
-    them for cycles finds none and takes a quarter of the time."""
+    them for cycles finds none and takes a quarter of the time. A scan follows when collection begins again, unless the objects
+    are gone by then."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -73,6 +67,14 @@ def _garbage_collection_paused() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+@_garbage_collection_paused()
+def plan(job: Job, cluster: Cluster, profile: Profile | None = None, policy: Policy | None = None) -> Plan:
+    """The plan that reaches a loss first, by simulated steps and convergence factor; with objective="step", the plan with
+    the shortest step. Equal arguments give equal plans."""
+    search = PlanSearch(job, cluster, profile, policy)
+    return search.explained(search.best(exact=search.policy.exact))
 
 
 class PlanSearch:
