@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,7 @@ def flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--modes", default=",".join(mode for mode in MODES if mode != "plain"), help=f"of: {','.join(MODES)}")
 
 
-def measured(mode: str, size: str, steps: int = 8, **env: str) -> dict[str, Any]:
+def measured(mode: str, size: str, steps: int = 8, env: Mapping[str, str] | None = None) -> dict[str, Any]:
     """The rank with the largest peak, and the peak of the server."""
     replies = launch_hosts(None, RANKS, program("bench.memory", mode, size, steps), deadline_s=900, env=env)
     return max(replies, key=lambda t: int(t["peak"])) | {"server": max(t["server"] for t in replies)}

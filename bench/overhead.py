@@ -85,9 +85,9 @@ def measure_memory(quick: bool, rows: list[dict[str, Any]]) -> tuple[float, floa
     """Peak resident memory of a rank beyond plain training, in model sizes; then its growth in percent over many steps. MALLOC
     makes the allocator return large freed blocks to the system; otherwise fragmentation would vary by more than the model's
     size."""
-    plain, topk = (memory.measured(mode, "small", **MALLOC) for mode in ("plain", "topk"))
+    plain, topk = (memory.measured(mode, "small", env=MALLOC) for mode in ("plain", "topk"))
     extra, steps = (topk["peak"] - plain["peak"]) / topk["nbytes"], 200 if quick else 2000
-    early, last = memory.measured("topk", "tiny", steps, **MALLOC)["resident"]
+    early, last = memory.measured("topk", "tiny", steps, env=MALLOC)["resident"]
     growth = (last / early - 1) * 100
     rows += [{"what": "peak memory beside plain training, topk", "x_model": extra, "model_mb": topk["nbytes"] / 2**20},
              {"what": f"growth from step {steps // 10} to {steps}, topk", "pct": growth, "steps": steps}]

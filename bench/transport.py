@@ -295,7 +295,7 @@ def send_plain_burst(plain: socket.socket, body: bytes, count: int) -> None:
 
 
 def end(role: str, *arguments: str) -> dict[str, Any]:
-    return {"receive": receive, "send": send}[role](*arguments)
+    return receive(*arguments) if role == "receive" else send(*arguments)
 
 
 if __name__ == "__main__":
