@@ -2,16 +2,13 @@
 
 Emulated workers are linear time models with noise (bench/balance_cluster.py), so runs are reproducible; only solve times are
 measured. All modes see the same noise. The oracle knows the true times of each step. Communication counts only in the rows that
-name it. The last rows come from real processes over a shaped link. Their compute is replaced by sleeping for the modelled time:
-a third in forward, the rest spread over backward, so that gradients become ready as on a GPU.
+name it. The last rows come from real processes over a shaped link, whose passes are paced to the modelled time.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
 import random
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
@@ -28,10 +25,11 @@ from bench.balance_cluster import Disturbance, Equal, Mode, Ours, PlayedCluster,
 from bench.balance_cluster import run as run_mode
 from bench.lab import Lab, LabUnavailable, check, sound
 from bench.lbb import Cubic, Lbb, fit_cubic
-from bench.ranks import as_rank, launch_hosts, slowest_s
+from bench.paced.pace import BACKWARD_S, FORWARD_S, Pace
+from bench.ranks import DEADLINE, as_rank, host_config, launch_hosts, program, slowest_s
 from bench.report import Result
+from bench.tasks_models import layers_of, mlp
 from bench.timing import least_s
-from bench.worker import DEADLINE, host_config
 from commlayer.balance import Communication, LinearTime, Sampler, shares, solve
 from commlayer.balance.profile import profile
 
@@ -210,8 +208,8 @@ def real_processes(steps: int) -> Result:
         with Lab(hosts=len(PAPER), up_bps=LINK_BPS, down_bps=LINK_BPS, delay_s=ONE_WAY_S) as lab:
             passed = check(lab).passed
             for name, mode in REAL_MODES.items():
-                before, command = lab.counters(), [sys.executable, "-m", "bench.balance", mode, str(steps)]
-                replies = launch_hosts(lab, len(PAPER), command, deadline_s=200)
+                before = lab.counters()
+                replies = launch_hosts(lab, len(PAPER), program("bench.balance", mode, steps), deadline_s=200)
                 times[mode] = median(slowest_s(replies)[WARM:])
                 final = "/".join(str(reply["shares"][-1]) for reply in replies)
                 rows.append({"scenario": f"real processes, {LINK_BPS / 1e6:.0f} Mb/s", "mode": name,
@@ -230,48 +228,24 @@ SAMPLES = 4
 """Number of samples that are really computed per share: enough to get gradients."""
 
 
-class Sleep(torch.autograd.Function):
-    """Sleeps in the backward pass."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, backward_s: float) -> torch.Tensor:
-        ctx.backward_s = backward_s
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        time.sleep(ctx.backward_s)
-        return gradients[0], None
+def passes(model: nn.Module, pace: Pace, compute_s: float) -> None:
+    """A forward and a backward pass, which together take `compute_s`."""
+    pace.forward(compute_s / (FORWARD_S + BACKWARD_S))
+    loss = model(torch.ones(SAMPLES, WIDTHS[0])).square().mean()
+    pace.backward()
+    loss.backward()
 
 
-class SleepingModel(nn.Module):
-    """An MLP whose forward and backward passes together take `compute_s`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(7)
-        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in itertools.pairwise(WIDTHS))
-        self.compute_s = 0.0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        time.sleep(self.compute_s * (1 - BACKWARD))
-        for layer in self.layers:
-            x = Sleep.apply(torch.tanh(layer(x)), self.compute_s * BACKWARD / len(self.layers))  # type: ignore[no-untyped-call]
-        return x
-
-
-def lbb_training(model: SleepingModel, line: LinearTime, steps: int) -> Iterator[int]:
+def lbb_training(model: nn.Module, pace: Pace, line: LinearTime, steps: int) -> Iterator[int]:
     """LBB as its authors run it: a blocking all-reduce for each parameter after backward. Yields this rank's share after each
     step."""
     rank, optimizer = dist.get_rank(), torch.optim.SGD(model.parameters(), lr=0.01)
     mode = Lbb(profile_models(PlayedCluster(PAPER, BATCH)), BATCH)
-    x = torch.randn(SAMPLES, WIDTHS[0])
     for step in range(steps):
         shares = mode.shares(step)
-        model.compute_s = line.time_s(shares[rank])
         begin = time.perf_counter()
         optimizer.zero_grad()
-        model(x).square().mean().backward()
+        passes(model, pace, line.time_s(shares[rank]))
         computed_s = time.perf_counter() - begin
         for parameter in model.parameters():
             assert parameter.grad is not None
@@ -283,34 +257,31 @@ def lbb_training(model: SleepingModel, line: LinearTime, steps: int) -> Iterator
         mode.observe(step, [float(one) for one in times])
 
 
-def balancer_training(model: SleepingModel, line: LinearTime, steps: int, codec: str) -> Iterator[int]:
+def balancer_training(model: nn.Module, pace: Pace, line: LinearTime, steps: int, codec: str) -> Iterator[int]:
     """Our balancer: starts with equal shares, without a profile. Yields this rank's share after each step."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     config = host_config(servers="each", fuse_nbytes=1 << 17, cut_nbytes=1 << 18)  # small: as many buckets as a large model has
     session = commlayer.attach(model, optimizer, compression=codec, config=config)
     sampler = Sampler(steps * BATCH, BATCH, world=dist.get_world_size(), rank=dist.get_rank())
-    x = torch.randn(SAMPLES, WIDTHS[0])
     controller = commlayer.LoadBalancer(session, sampler)
     loader = DataLoader(TensorDataset(torch.arange(sampler.length)), batch_sampler=sampler)
     for (batch,) in controller.follow(loader):
-        model.compute_s = line.time_s(len(batch))
-        model(x).square().mean().backward()
+        passes(model, pace, line.time_s(len(batch)))
         optimizer.step()
         optimizer.zero_grad()
         yield len(batch)
     session.close()
 
 
-def rank(mode: str, steps: int) -> None:
-    """One rank: prints one line of JSON."""
-    torch.set_num_threads(1)
+def rank(mode: str, count: str) -> dict[str, Any]:
+    """One rank."""
     dist.init_process_group("gloo", timeout=DEADLINE)
-    model, line = SleepingModel(), PAPER[dist.get_rank()]
-    running = lbb_training(model, line, steps) if mode == "lbb" else balancer_training(model, line, steps, mode)
+    model, line, steps = mlp(*WIDTHS), PAPER[dist.get_rank()], int(count)
+    pace = Pace(model, layers_of(model))
+    running = lbb_training(model, pace, line, steps) if mode == "lbb" else balancer_training(model, pace, line, steps, mode)
     shares, marks = zip(*((share, time.perf_counter()) for share in running), strict=True)
-    step_s = [0.0] + [after - before for before, after in itertools.pairwise(marks)]
-    print(json.dumps({"step_s": step_s, "shares": shares}), flush=True)
+    return {"step_s": [0.0] + [after - before for before, after in itertools.pairwise(marks)], "shares": shares}
 
 
 if __name__ == "__main__":
-    as_rank(lambda: rank(sys.argv[1], int(sys.argv[2])))
+    as_rank(rank)

@@ -89,7 +89,6 @@ class PlayedStep(Record, frozen=True):
 
     step: int
     shares: tuple[int, ...]
-    times_s: tuple[float, ...]
     iteration_s: float
     oracle_s: float
     """Iteration time of the best shares for the true times, without noise."""
@@ -107,7 +106,7 @@ def run(mode: Mode, cluster: PlayedCluster, steps: int, communication: Communica
         shares = tuple(mode.shares(step))
         times = [cluster.compute_s(worker, share, step) for worker, share in enumerate(shares)]
         iteration_s = max(times) + communication.exposed_s(max(times))
-        done.append(PlayedStep(step, shares, tuple(times), iteration_s, oracle_s(cluster, step, communication)))
+        done.append(PlayedStep(step, shares, iteration_s, oracle_s(cluster, step, communication)))
         mode.observe(step, times)
     return done
 

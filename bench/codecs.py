@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from bench.report import Result, one_thread
+from bench.report import Result
 from bench.timing import seconds
 from commlayer.codec_spec import parse_spec
 from commlayer.compressors import Codec, kernels, parse, seed, wrap
@@ -157,5 +157,5 @@ def rows(quick: bool) -> Iterator[dict[str, Any]]:
 
 
 def run(quick: bool) -> Result:
-    with one_thread():
-        return {"rows": list(rows(quick)), "summary": {}}
+    torch.set_num_threads(1)
+    return {"rows": list(rows(quick)), "summary": {}}

@@ -81,12 +81,12 @@ class Lbb:
     def __init__(self, curves: Sequence[Cubic], total: int, caps: Sequence[int | None] | None = None) -> None:
         self.curves, self.total = list(curves), total
         self.caps = list(caps or [None] * len(curves))
-        self._shares = round_halves(spread_shares(self.curves, total, self.caps))
+        self.current: Sequence[int] = round_halves(spread_shares(self.curves, total, self.caps))
         self._since_rapid = WINDOW
         self.rapid_steps: list[int] = []
 
     def shares(self, step: int) -> Sequence[int]:
-        return self._shares
+        return self.current
 
     def observe(self, step: int, times_s: Sequence[float]) -> None:
         """Applies the paper's algorithm 2: no change, fine tuning or rapid tuning of the shares of the next step."""
@@ -95,14 +95,14 @@ class Lbb:
         if effect < FINE:
             return
         if effect < RAPID or self._since_rapid < WINDOW:
-            self._shares = self._fine(times_s)
+            self.current = self._fine(times_s)
         else:
-            self._shares = self._rapid(times_s)
+            self.current = self._rapid(times_s)
             self._since_rapid = 0
             self.rapid_steps.append(step)
 
     def _fine(self, times_s: Sequence[float]) -> list[int]:
-        shares = list(self._shares)
+        shares = list(self.current)
         slowest, fastest = int(np.argmax(times_s)), int(np.argmin(times_s))
         shares[slowest] = max(0, shares[slowest] - STEP // 2)
         shares[fastest] += -(-STEP // 2)
@@ -113,10 +113,6 @@ class Lbb:
         last measurement."""
         rough = [
             Cubic(0.0, 0.0, (time_s - curve.a0_s) / share if share else curve.a1_s, curve.a0_s)
-            for curve, share, time_s in zip(self.curves, self._shares, times_s, strict=True)
+            for curve, share, time_s in zip(self.curves, self.current, times_s, strict=True)
         ]
         return [round(batch) for batch in spread_shares(rough, self.total, self.caps)]
-
-    def take(self, shares: Sequence[int]) -> None:
-        """Sets the shares to those that the caller applied."""
-        self._shares = list(shares)

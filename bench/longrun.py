@@ -19,7 +19,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise, zip_longest
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,8 +28,8 @@ from msgspec import structs
 
 from bench import report, virtual_training
 from bench.learning import tasks as learning_tasks
-from bench.learning.training import optimizer_of
-from bench.virtual_training import Noise, Variant
+from bench.learning.training import maker
+from bench.virtual_training import Variant
 from commlayer.planner import convergence
 from commlayer.planner.data import tables
 
@@ -112,11 +112,10 @@ class Case(NamedTuple):
 
 
 def cases(
-    task: str, optimizer: str, workers: int, seed: int, schedule: str = "cosine", batches: int = 1, faster: float = 1.0,
+    task: str, optimizer: str, workers: int, seed: int, schedule: str = "cosine", batches: int = 1,
 ) -> list[Case]:
-    """The trainings of one task, the most telling first. `faster`: factor of the task's learning rate."""
-    rate = faster * rate_of(TASKS[task](seed), optimizer) if faster != 1 else 0.0
-    dense = Variant(task, optimizer, workers=workers, seed=seed, batches=batches, rate=rate)
+    """The trainings of one task, the most telling first."""
+    dense = Variant(task, optimizer, workers=workers, seed=seed, batches=batches)
     local = local_variants(dense)
     coded = Case(structs.replace(dense, codec="int4()"), STEPS, schedule)
     whole = Case(dense, STEPS, schedule)
@@ -135,10 +134,6 @@ def local_variants(dense: Variant) -> list[Variant]:
             *(structs.replace(variant, overlap="round", every=every, fragments=parts) for every, parts in overlapped)]
 
 
-def rate_of(task: learning_tasks.Task, optimizer: str) -> float:
-    return task.rates["adam" if optimizer == "muon" else optimizer]
-
-
 def rate_at(step: int, steps: int, schedule: str) -> float:
     """The learning rate at a step, as a fraction of its peak.
 
@@ -151,49 +146,33 @@ def rate_at(step: int, steps: int, schedule: str) -> float:
     return warm * (LAST + (1 - LAST) * (1 + math.cos(math.pi * min(1.0, step / steps))) / 2) if step > WARMUP else warm
 
 
-def train(case: Case, noise: list[Noise] | None = None) -> list[float]:
+def train(case: Case, noise: list[float] | None = None) -> list[float]:
     """Returns the validation losses, and fills `noise` as `virtual_training.train` does."""
-    def make(seed: int) -> virtual_training.TrainingTask:
-        task = TASKS[case.variant.task](seed)
-        rate = case.variant.rate or rate_of(task, case.variant.optimizer)
-        return virtual_training.TrainingTask(task.model, lambda model: optimizer_of(case.variant, model, rate), task.batches,
-                                             task.loss, task.validation)
-
-    return virtual_training.train(case.variant, make, steps=case.steps, looks=LOOKS,
+    return virtual_training.train(case.variant, maker(TASKS, case.variant), steps=case.steps, looks=LOOKS,
                                   rate=lambda step: rate_at(step, case.steps, case.schedule), noise=noise)
 
 
-class Store:
-    """Finished trainings: final loss, curve and seconds of each."""
+class Trainings(report.Store):
+    """Finished trainings by the keys of their cases: validation losses, noise scales and seconds of each."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        self.curves: dict[str, list[float]] = {}
-        self.noise: dict[str, list[Noise]] = {}
-        for line in path.read_text("utf-8").splitlines() if path.exists() else ():
-            one = json.loads(line)
-            self.curves[one["case"]] = one["curve"]
-            self.noise[one["case"]] = [Noise(*both) for both in zip_longest(one.get("noise", []), one.get("direct", []),
-                                                                            fillvalue=0.0)]
-
-    def add(self, case: Case, curve: Sequence[float], seconds: float, noise: Sequence[Noise] = ()) -> None:
-        self.curves[case.key], self.noise[case.key] = [*curve], [*noise]
-        columns = {"noise": [each.running for each in noise], "direct": [each.direct for each in noise]}
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"case": case.key, "curve": [round(loss, 5) for loss in curve],
-                                   **{name: [round(batches, 2) for batches in column] for name, column in columns.items()
-                                      if column},
-                                   "seconds": round(seconds), "torch": str(torch.__version__)}) + "\n")
+        super().__init__(path, lambda row: row["case"])
 
     def final(self, case: Case) -> float | None:
-        if curve := self.curves.get(case.key):
-            return curve[-1]
-        if case.schedule == "constant" and (curve := self.curves.get(case._replace(steps=STEPS).key)):
-            return curve[round(LOOKS * case.steps / STEPS) - 1]  # a shorter training is the beginning of the longest
+        if row := self.rows.get(case.key):
+            return float(row["curve"][-1])
+        if case.schedule == "constant" and (row := self.rows.get(case._replace(steps=STEPS).key)):
+            # A shorter training is the beginning of the longest.
+            return float(row["curve"][round(LOOKS * case.steps / STEPS) - 1])
         return None
 
 
-def factor_of(case: Case, store: Store, workers: int = 0) -> float | None:
+def row_of(case: Case, curve: Sequence[float], seconds: float, noise: Sequence[float] = ()) -> dict[str, Any]:
+    return {"case": case.key, "curve": [round(loss, 5) for loss in curve], "noise": [round(batches, 2) for batches in noise],
+            "seconds": round(seconds), "torch": str(torch.__version__)}
+
+
+def factor_of(case: Case, store: Trainings, workers: int = 0) -> float | None:
     """Steps over those of the synchronous training that ends at the same loss, interpolated over the logarithm of the length;
     None if trainings are missing, or if the loss is not between those of the longest and of one a quarter shorter than the
     shortest."""
@@ -212,34 +191,29 @@ def factor_of(case: Case, store: Store, workers: int = 0) -> float | None:
 
 def flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--task", choices=[*TASKS], action="append", help="only this task; may be repeated")
-    parser.add_argument("--optimizer", choices=["adam", "sgd", "muon"], default="adam")
+    parser.add_argument("--optimizer", choices=["adam", "sgd"], default="adam")
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--schedule", choices=["cosine", "constant"], default="cosine")
-    parser.add_argument("--rate", type=float, default=1.0, help="factor of the task's learning rate")
     parser.add_argument("--batches", type=int, default=1, help="task batches per worker and step, as one larger batch")
     parser.add_argument("--show", action="store_true", help="only print what is measured")
 
 
 def run(quick: bool, args: argparse.Namespace) -> report.Result:
     """Trains what is missing. A row for each training. "noise": the median noise scale, in batches of all workers together;
-    "noise_ratio" to "alone_error_pct": see `noise_errors`; "over_alone": how many times as fast as one worker alone it
-    reaches its loss, if exchanges took no time."""
+    "over_alone": how many times as fast as one worker alone it reaches its loss, if exchanges took no time."""
     torch.set_num_threads(1)
-    store, planned = Store(STORE), [
+    store, planned = Trainings(STORE), [
         case for seed in range(args.seeds) for task in (args.task or TASKS)
-        for case in cases(task, args.optimizer, args.workers, seed, args.schedule, args.batches, args.rate)
+        for case in cases(task, args.optimizer, args.workers, seed, args.schedule, args.batches)
         [: 5 if quick else None]]
-    try:
-        for case in planned:
-            if not args.show and store.final(case) is None:
-                begin, noise = time.perf_counter(), list[Noise]()
-                curve = train(case, noise)
-                store.add(case, curve, time.perf_counter() - begin, noise)
-                print(f"{case.variant.task} {label(case)}: {store.final(case):.4f}, {time.perf_counter() - begin:.0f} s",
-                      file=sys.stderr, flush=True)
-    except KeyboardInterrupt:
-        print("bench: stopped; what is measured stays, and the same command goes on from there", file=sys.stderr)
+    for case in planned:
+        if not args.show and store.final(case) is None:
+            begin, noise = time.perf_counter(), list[float]()
+            curve = train(case, noise)
+            store.add(row_of(case, curve, time.perf_counter() - begin, noise))
+            print(f"{case.variant.task} {label(case)}: {store.final(case):.4f}, {time.perf_counter() - begin:.0f} s",
+                  file=sys.stderr, flush=True)
     rows: list[dict[str, Any]] = []
     pairs: list[tuple[float, float]] = []
     for case in planned:
@@ -248,7 +222,6 @@ def run(quick: bool, args: argparse.Namespace) -> report.Result:
                                    "steps": case.steps, "loss": round(final, 4)}
             if not case.variant.updates and (scale := noise_of(case, store)):
                 row["noise"] = round(scale / case.variant.workers, 1)
-                row |= noise_errors(case, store)
             if factor := factor_of(case, store, args.workers):
                 row["factor"] = round(factor, 2)
                 if case.variant.updates and (alone := factor_of(alone_of(case), store, args.workers)):
@@ -265,26 +238,10 @@ def alone_of(case: Case) -> Case:
     return case._replace(variant=structs.replace(case.variant.dense, workers=1))
 
 
-def noise_of(case: Case, store: Store) -> float:
+def noise_of(case: Case, store: Trainings) -> float:
     """The median noise scale of the synchronous training, in batches of one worker; 0: unknown."""
-    noise = store.noise.get(case._replace(variant=case.variant.dense).key, [])
-    return statistics.median([each.running for each in noise if each.running] or [0.0])
-
-
-def noise_errors(case: Case, store: Store) -> dict[str, Any]:
-    """The noise scale that a job measures over that from many batches at the same weights: the median of the points, and the
-    percentage of points at which they differ by less than 30 %. And the median error of what is made of it: by how many times
-    the steps one worker alone needs more."""
-    both = [each for each in store.noise.get(case.key, []) if each.running and each.direct]
-    if not both:
-        return {}
-
-    ratios = [each.running / each.direct for each in both]
-    workers, numel = case.variant.workers, numel_of(case.variant.task)
-    alone = [[convergence.steps_alone(batches, workers, numel) for batches in each] for each in both]
-    return {"noise_ratio": round(statistics.median(ratios), 2),
-            "noise_30_pct": round(100 * statistics.mean(abs(math.log(ratio)) < math.log(1.3) for ratio in ratios)),
-            "alone_error_pct": round(100 * statistics.median(abs(running / direct - 1) for running, direct in alone), 1)}
+    dense = store.rows.get(case._replace(variant=case.variant.dense).key, {})
+    return statistics.median([float(batches) for batches in dense.get("noise", []) if batches] or [0.0])
 
 
 def predicted_factor(case: Case, noise: float = 0.0) -> float:

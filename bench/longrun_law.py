@@ -16,7 +16,7 @@ from scipy.optimize import minimize
 from scipy.stats import spearmanr
 
 from bench import longrun, report
-from bench.longrun import Case, Store
+from bench.longrun import Case, Trainings
 from bench.virtual_training import Variant
 from commlayer.planner.convergence import LONG_RUNS, LONG_RUNS_HIGH, LongRunLaw, steps_alone
 
@@ -43,10 +43,10 @@ def log_factor(law: LongRunLaw, one: Training) -> float:
     return saved * law.lost_part(one.every, one.fragments) if one.every else saved
 
 
-def trainings(store: Store) -> list[Training]:
+def trainings(store: Trainings) -> list[Training]:
     """With AdamW and a decayed learning rate, the rule's outer optimizer, and a measured noise scale."""
     result = []
-    for case in map(Case.read, store.curves):
+    for case in map(Case.read, store.rows):
         variant = case.variant
         usual = Variant(variant.task, "adam", workers=variant.workers, seed=variant.seed, batches=variant.batches)
         if case != Case(usual):
@@ -119,7 +119,7 @@ def _fit_lost(known: Sequence[Training], quantile: float) -> LongRunLaw:
 
 def run(_quick: bool) -> report.Result:
     """A row for each training: the measured factor, the law's, and that of a law whose fit omits this task."""
-    known = trainings(Store(longrun.STORE))
+    known = trainings(Trainings(longrun.STORE))
     omitting = {task: fit([one for one in known if one.task != task]) for task in dict.fromkeys(one.task for one in known)}
     absent = [math.exp(log_factor(omitting[one.task], one)) for one in known]
     rows: list[dict[str, Any]] = [

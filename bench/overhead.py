@@ -6,13 +6,9 @@ The codec is identity, on 4 ranks with 1 thread each. Ratios are medians over in
 
 from __future__ import annotations
 
-import json
 import statistics
-import sys
 import time
 from collections.abc import Callable
-from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -21,10 +17,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import commlayer
-from bench.memory import peak
-from bench.ranks import launch_hosts, slowest_s
+from bench import memory
+from bench.ranks import DEADLINE, as_rank, launch_hosts, program, slowest_s
 from bench.report import Result
-from bench.worker import DEADLINE, MODELS, build
+from bench.tasks_models import mlp
 from commlayer import planner
 from commlayer.engine.model.model_tensors import job_of
 
@@ -51,7 +47,7 @@ def run(quick: bool) -> Result:
     attach_s = max(t["attach_s"]["many"] for t in few_and_many)
     rows.append({"what": "attach() with a server of its own, beyond imports", "s": attach_s})
     rows.append({"what": "own CPU time of a worker per bucket", "us": per_bucket})
-    memory, growth = measure_memory(quick, rows)
+    memory_x, growth = measure_memory(quick, rows)
     return {"rows": rows, "summary": {
         "step_vs_ddp_allreduce": ratios["allreduce"],
         "step_vs_ddp_service": ratios["service"],
@@ -59,14 +55,14 @@ def run(quick: bool) -> Result:
             t / b for t, b in zip(slowest(replies, "sites"), slowest(replies, "service"), strict=True)),
         "us_per_bucket": per_bucket,
         "attach_s": attach_s,
-        "memory_x_model_bytes": memory,
+        "memory_x_model_bytes": memory_x,
         "rss_growth_pct_2000_steps": growth,
     }}
 
 
-def run_ranks(what: str, steps: int, *more: object, env: dict[str, str] | None = None) -> list[dict[str, Any]]:
-    replies = launch_hosts(None, RANKS, [sys.executable, "-m", "bench.overhead", what, *map(str, (steps, *more))], env=env)
-    worst = max(t.get("disagreement", 0.0) for t in replies)
+def run_ranks(what: str, steps: int) -> list[dict[str, Any]]:
+    replies = launch_hosts(None, RANKS, program("bench.overhead", what, steps))
+    worst = max(t["disagreement"] for t in replies)
     if worst > AGREE:
         raise RuntimeError(f"the compared trainings did not end with the same model: parameters differ by {worst:.2g}")
     return replies
@@ -86,36 +82,19 @@ def bucket_us(replies: list[dict[str, Any]]) -> float:
 
 
 def measure_memory(quick: bool, rows: list[dict[str, Any]]) -> tuple[float, float]:
-    """Peak resident memory of a worker beyond plain training, in model sizes; then its growth in percent over many steps.
-
-    Servers are separate processes. The figure is the median over the ranks that started no server. MALLOC makes the allocator
-    return large freed blocks to the system; otherwise heap fragmentation would vary by more than the model's size.
-    """
-    megabytes, short = 128, 8 if quick else 12  # with a smaller model, the fixed 25 MB of gRPC and buffers would dominate
-
-    def train(mode: str, megabytes: int, steps: int) -> dict[str, Any]:
-        first, *others = run_ranks("memory", steps, mode, megabytes, env=MALLOC)
-        return sorted(others, key=lambda t: int(t["peak"]))[len(others) // 2] | {"servers": first["servers"]}
-
-    base = train("plain", megabytes, short)
-    worst = 0.0
-    for mode in ("allreduce", "service", "topk"):
-        peaks = train(mode, megabytes, short)
-        extra = (peaks["peak"] - base["peak"]) / peaks["nbytes"]
-        worst = max(worst, extra)
-        mb = peaks["nbytes"] / 2**20
-        rows.append({"what": f"peak memory beside plain training, {mode}", "x_model": extra, "model_mb": mb})
-        if mode != "allreduce":
-            rows.append({"what": f"the one server's own peak memory, {mode}", "mb": peaks["servers"][0] / 2**20,
-                         "model_mb": mb})
-    steps = 200 if quick else 2000
-    peaks = train("topk", 4, steps)
-    growth = (peaks["rss"][-1] / peaks["rss"][1] - 1) * 100
-    rows.append({"what": f"growth from step {steps // 10} to {steps}, topk", "pct": growth, "steps": steps})
-    return worst, growth
+    """Peak resident memory of a rank beyond plain training, in model sizes; then its growth in percent over many steps. MALLOC
+    makes the allocator return large freed blocks to the system; otherwise fragmentation would vary by more than the model's
+    size."""
+    plain, topk = (memory.measured(mode, "small", env=MALLOC) for mode in ("plain", "topk"))
+    extra, steps = (topk["peak"] - plain["peak"]) / topk["nbytes"], 200 if quick else 2000
+    early, last = memory.measured("topk", "tiny", steps, env=MALLOC)["resident"]
+    growth = (last / early - 1) * 100
+    rows += [{"what": "peak memory beside plain training, topk", "x_model": extra, "model_mb": topk["nbytes"] / 2**20},
+             {"what": f"growth from step {steps // 10} to {steps}, topk", "pct": growth, "steps": steps}]
+    return extra, growth
 
 
-MODEL, WARMUP = "mlp", 5
+WIDTHS, WARMUP = (1024, 1024, 1024, 10), 5
 COMPARED = 20
 """Steps after which parameters are compared. Later, rounding may switch a ReLU in one model only, and the models diverge."""
 
@@ -124,60 +103,40 @@ class Training(NamedTuple):
     """A model whose gradients are averaged by one method: its training step, and how to close it."""
 
     step: Callable[[torch.Tensor, torch.Tensor], None]
-    close: Callable[[], None]
     model: nn.Module
-    buckets: int
-    servers: tuple[int, ...] = ()
-    """Process ids of the servers that this rank started."""
+    close: Callable[[], None] = dist.barrier
+    buckets: int = 0
     attach_s: float = 0.0
 
 
-def with_sgd(
-    module: nn.Module, model: nn.Module, close: Callable[[], None], buckets: int, servers: tuple[int, ...] = (),
-    attach_s: float = 0.0,
-) -> Training:
+def with_sgd(module: nn.Module, model: nn.Module) -> Training:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    loss_of = nn.CrossEntropyLoss()
 
     def step(x: torch.Tensor, y: torch.Tensor) -> None:
         optimizer.zero_grad()
-        loss_of(module(x), y).backward()
+        nn.functional.cross_entropy(module(x), y).backward()
         optimizer.step()
 
-    return Training(step, close, model, buckets, servers, attach_s)
+    return Training(step, model)
 
 
-def plain(make: Callable[[], nn.Module]) -> Training:
-    model = make()
-    return with_sgd(model, model, lambda: None, 0)
-
-
-def ddp(make: Callable[[], nn.Module]) -> Training:
-    model = make()
-    return with_sgd(DistributedDataParallel(model), model, lambda: None, 0)
-
-
-def uncompressed(make: Callable[[], nn.Module], path: str, site: int = 1, **sizes: int) -> Training:
+def uncompressed(model: nn.Module, path: str, site: int = 1, **sizes: int) -> Training:
     """attach() with the identity codec, by all-reduce or through one summation server (`path`), which sees `site` ranks as one
     member."""
-    model = make()
-    world = dist.get_world_size()
     cut: dict[str, Any] = {"fuse_nbytes": 1 << 20, "cut_nbytes": 4 << 20} | sizes
     plan = planner.default_plan(job_of(model), codec="identity()", path=path, servers=1 if path == "service" else 0,
                                 ranks_per_node=site, **cut)
     dist.barrier()
     begin = time.perf_counter()
-    session = commlayer.attach(model, plan=plan, config={"ranks_per_node": site if path == "service" else world})
-    return with_sgd(model, model, session.close, len(plan.buckets), servers_of(session), time.perf_counter() - begin)
+    session = commlayer.attach(model, plan=plan, config={"ranks_per_node": site if path == "service" else RANKS})
+    return with_sgd(model, model)._replace(close=session.close, buckets=len(plan.buckets),
+                                           attach_s=time.perf_counter() - begin)
 
 
-def equal_layers(layers: int, width: int) -> Callable[[], nn.Module]:
+def equal_layers(layers: int, width: int) -> nn.Sequential:
     """A stack of equal layers: many buckets of equal size, little compute."""
-    def make() -> nn.Module:
-        torch.manual_seed(7)
-        return nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
-
-    return make
+    torch.manual_seed(7)
+    return nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
 
 
 Paired = tuple[dict[str, dict[str, Any]], float]
@@ -211,65 +170,26 @@ def largest_difference(trainings: dict[str, Training]) -> float:
     return max(float((f - flat[0]).abs().max() / flat[0].abs().max()) for f in flat)
 
 
-def memory(mode: str, megabytes: int, steps: int) -> dict[str, Any]:
-    """Peak resident bytes during steps, and resident bytes after some steps; servers are separate processes.
-
-    The peak is the memory that a machine needs. Between steps, resident bytes depend on what the allocator has returned.
-    """
-    width = int((megabytes * (1 << 20) / 4 / 4) ** 0.5)
-    make = equal_layers(4, width)
-    training = {"plain": plain, "topk": with_topk}[mode](make) if mode in ("plain", "topk") else uncompressed(make, mode)
-    x, y = torch.randn(2, width), torch.zeros(2, dtype=torch.long)
-    marks = []
-    for number in range(steps):
-        if number == steps // 2:
-            Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM, so the peak is of the second half
-        training.step(x, y)
-        if number in (min(4, steps - 1), steps // 10, steps - 1):
-            marks.append(peak(field="VmRSS"))
-    nbytes = sum(p.numel() * 4 for p in training.model.parameters())
-    answer = {"nbytes": nbytes, "rss": marks, "peak": peak(),
-              "servers": [peak(pid) for pid in training.servers]}
-    dist.barrier()
-    training.close()
-    return answer
-
-
-def with_topk(make: Callable[[], nn.Module]) -> Training:
-    model = make()
-    session = commlayer.attach(model, compression=commlayer.compressors.topk(ratio=0.01), config={"ranks_per_node": 1})
-    return with_sgd(model, model, session.close, 0, servers_of(session))
-
-
-def servers_of(session: commlayer.Session) -> tuple[int, ...]:
-    return tuple(child.pid for child in session.inspect.context.embedded)
-
-
-def rank(what: str, steps: int, mode: str = "plain", megabytes: str = "64") -> None:
-    """One rank: prints one line of JSON."""
-    torch.set_num_threads(1)
+def rank(what: str, steps: str) -> dict[str, Any]:
+    """One rank. `what`: "step", with each method, or "bucket"."""
     dist.init_process_group("gloo", timeout=DEADLINE)
-    if what == "memory":
-        print(json.dumps(memory(mode, int(megabytes), steps)), flush=True)
+    if what == "step":
+        model, width, batch, classes = mlp(*WIDTHS), WIDTHS[0], 32, WIDTHS[-1]
+        trainings = {"ddp": with_sgd(DistributedDataParallel(model), model)}
+        trainings |= {path: uncompressed(mlp(*WIDTHS), path) for path in ("allreduce", "service")}
+        trainings["sites"] = uncompressed(mlp(*WIDTHS), "service", site=2)
     else:
-        if what == "step":
-            make, width = partial(build, MODEL), MODELS[MODEL][0]
-            trainings = {"ddp": ddp(make)} | {path: uncompressed(make, path) for path in ("allreduce", "service")}
-            trainings["sites"] = uncompressed(make, "service", site=2)
-            times, disagreement = compare_steps(trainings, width, 32, 10, steps)
-        else:
-            # The same bytes in 64 buckets and in 4: only the number of buckets differs.
-            equal = equal_layers(64, 64)
-            sizes = {"few": 1 << 18, "many": 0}
-            trainings = {name: uncompressed(equal, "service", fuse_nbytes=size) for name, size in sizes.items()}
-            times, disagreement = compare_steps(trainings, 64, 2, 64, steps)
-        print(json.dumps({"trainings": times, "disagreement": disagreement,
-                          "attach_s": {name: training.attach_s for name, training in trainings.items()}}), flush=True)
-        dist.barrier()
-        for training in trainings.values():
-            training.close()
-    dist.destroy_process_group()
+        # The same bytes in 64 buckets and in 4: only the number of buckets differs.
+        width, batch, classes = 64, 2, 64
+        sizes = {"few": 1 << 18, "many": 0}
+        trainings = {name: uncompressed(equal_layers(64, width), "service", fuse_nbytes=size) for name, size in sizes.items()}
+    times, disagreement = compare_steps(trainings, width, batch, classes, int(steps))
+    dist.barrier()
+    for training in trainings.values():
+        training.close()
+    return {"trainings": times, "disagreement": disagreement,
+            "attach_s": {name: training.attach_s for name, training in trainings.items()}}
 
 
 if __name__ == "__main__":
-    rank(sys.argv[1], int(sys.argv[2]), *sys.argv[3:])
+    as_rank(rank)

@@ -18,8 +18,8 @@ import torch
 from msgspec import structs
 from torch import nn
 
-from bench.learning.factors import alone_rows, costs, rows_of
-from bench.virtual_training import LOOKS, STEPS, Make, TrainingTask, Variant, train
+from bench.learning.factors import alone_rows, costs, label, rows_of
+from bench.virtual_training import LOOKS, Make, TrainingTask, Variant, train
 from commlayer.cli.arguments import function_of, of_user
 from commlayer.codec_spec import SPARSE, parse_spec
 from commlayer.compressors import parse
@@ -32,7 +32,6 @@ from commlayer.planner.data.tables import LearningTable, Provenance, encoded_tab
 CODECS = ("int4()", "topk(ratio=0.1)", "topk(ratio=0.01)")
 LOCAL_STEPS = (4, 16)
 LEAST_STEPS = 20
-BY_ITSELF = "one worker by itself"
 FIELDS = ("model", "optimizer", "batches", "loss", "validation")
 CALLED = {"optimizer": "optimizer(model)", "batches": "batches(rank, world)", "loss": "loss(model, batch)",
           "validation": "validation(model)"}
@@ -69,31 +68,17 @@ def run(
     make = maker(name)
     for codec in codecs:
         parse(codec)
-    count = 0
-
-    def report(variant: Variant, loss: float, table: LearningTable | None) -> None:
-        nonlocal count
-        count += 1
-        print(f"{count:3}  {label(variant):56} loss {loss:.4g}")
-        if table is not None:  # written after each training, so that an interrupted run keeps its rows
-            write_whole({out: encoded_table(table)})
-
     variants = list(variants_of(codecs, local_steps, late=staleness))
-    table = measure(name, make, variants, report, steps=steps, seeds=seeds)
+    table = measure(name, make, variants, out, steps=steps, seeds=seeds)
     for row in table.rows:
-        if row.workers == ALONE:
-            print(f"{BY_ITSELF:56} {row.steps:.2f} times as many steps as {ALONE_AMONG} together")
-        if row.workers == 0:
-            how = f"{row.codec}{', updates' if row.codes == 'updates' and row.every == 1 else ''}"
-            how += (f", every={row.every}" if row.every > 1 else "") + (", overlapped" if row.overlap else "")
-            print(f"{how + (', a step late' if row.late else ''):56} {row.steps:.2f} times as many steps as dense")
+        if row.workers in (0, ALONE):
+            others = f"{ALONE_AMONG} together" if row.workers == ALONE else "dense"
+            print(f"{label(row):56} {row.steps:.2f} times as many steps as {others}")
     print(f'{len(table.rows)} rows in {out}: commlayer plan create --learning {out}, attach(config={{"learning": "{out}"}})')
 
 
 OWN = "your proxy"
 """Source that distinguishes these rows from the built-in ones."""
-Tell = Callable[[Variant, float, LearningTable | None], None]
-"""Called after each training with its last loss and the table so far."""
 
 
 def variants_of(codecs: Sequence[str], local_steps: Sequence[int], *, late: bool = False) -> Iterator[Variant]:
@@ -115,10 +100,12 @@ def variants_of(codecs: Sequence[str], local_steps: Sequence[int], *, late: bool
 
 
 def measure(
-    name: str, make: Make, variants: Sequence[Variant], report: Tell, *, steps: int = STEPS, seeds: int = 1,
+    name: str, make: Make, variants: Sequence[Variant], out: Path, *, steps: int, seeds: int,
 ) -> LearningTable:
-    """Trains all configurations. Raises InvalidInput with one line for a task that cannot be trained."""
-    family = family_of(_optimizer(name, make))
+    """Trains all configurations, and writes the table after each, so that an interrupted run keeps its rows. Raises
+    InvalidInput with one line for a task that cannot be trained."""
+    task = make(0)
+    family = family_of(task.optimizer(task.model))
     if family == "other":
         raise InvalidInput("E-USER-CODE",
                            f"{name}: its optimizer is of no family that tables have; allowed: SGD, Adam and their like")
@@ -128,8 +115,9 @@ def measure(
         for variant in variants:
             mine = structs.replace(variant, task=name, optimizer=family, seed=seed)
             curves[mine] = _curve_of(mine, make, steps)
-            table = _table(name, curves)
-            report(mine, curves[mine][-1], table)
+            print(f"{len(curves):3}  {label(variant) + (f', seed {seed}' if seed else ''):56} loss {curves[mine][-1]:.4g}")
+            if (table := _table(name, curves)) is not None:
+                write_whole({out: encoded_table(table)})
     if table is None:
         raise InvalidInput("E-USER-CODE", f"{name}: nothing to compare with dense training; name a codec or local steps")
     return table
@@ -149,11 +137,6 @@ def _curve_of(variant: Variant, make: Make, steps: int) -> Sequence[float]:
                            f"task {variant.task}: validation returned {least:g}, needed is a loss above 0, since others are "
                            "given as parts of it: return one that stays above 0, or train for fewer steps")
     return curve
-
-
-def _optimizer(name: str, make: Make) -> torch.optim.Optimizer:
-    task = make(0)
-    return task.optimizer(task.model)
 
 
 def _table(name: str, curves: dict[Variant, Sequence[float]]) -> LearningTable | None:
@@ -199,14 +182,6 @@ def _guarded(name: str, made: dict[str, Any]) -> TrainingTask:
             yield batch
 
     return TrainingTask(made["model"], of("optimizer"), batches, of("loss"), of("validation"))
-
-
-def label(variant: Variant) -> str:
-    """The sync mode, for the console."""
-    parts = [BY_ITSELF if variant.workers == ALONE else variant.codec, "updates" if variant.codes == "updates" else "",
-             f"every={variant.every}" if variant.every > 1 else "", 'overlap="round"' if variant.overlap else "",
-             "one step late" if variant.late else "", f"seed {variant.seed}" if variant.seed else ""]
-    return ", ".join(filter(None, parts))
 
 
 if __name__ == "__main__":

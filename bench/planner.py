@@ -3,7 +3,7 @@ automatic plan on loopback over DDP's.
 
 Predicted: rank 0 prices the current plan from measurements of all ranks in the first steps, as "auto" does. Measured: the
 median of the later steps, in real runs over the lab's links. `from_step` is the first step that counts. A row is void if the
-lab fell below 95 % of its rates.
+lab fell below 95 % of its rates. `python -m bench.planner MODE MODEL STEPS [CODEC]` is one rank of such a run.
 """
 
 from __future__ import annotations
@@ -18,13 +18,26 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
+import torch.distributed as dist
 from msgspec import structs
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
+import commlayer
 from bench.lab import Lab, LabUnavailable, check, sound
-from bench.ranks import launch_hosts, median_step_s, slowest_s
+from bench.ranks import DEADLINE, as_rank, host_config, launch_hosts, program, slowest_s
 from bench.report import Result
+from bench.tasks_models import mlp
 from bench.timing import least_s
-from bench.worker import command
+from commlayer.autotune.controller import TuningController
+from commlayer.autotune.job_actions import PROBE_S, JobActions
+from commlayer.autotune.plan_limits import PlanLimits
+from commlayer.autotune.planning.candidate import Candidate
+from commlayer.autotune.report import Reports
+from commlayer.autotune.state import MEASURED_STEPS, WARM_STEPS, SearchRequest
+from commlayer.engine.job.job import DistributedJob
+from commlayer.errors import InvalidState
 from commlayer.planner.buckets import Contents
 from commlayer.planner.convergence import Recipe
 from commlayer.planner.costs import Prices
@@ -151,11 +164,11 @@ FIRST, LATER = 10, 50
 
 def _on_loopback(quick: bool) -> Iterator[dict[str, Any]]:
     """Seconds of the automatic plan's steps over those of DDP, each with its slowest rank's. The modes run in turns."""
-    modes = {"default": "commlayer:", "auto": "commlayer:auto"}
+    modes = {"default": "attached", "auto": "auto"}
     ratios: dict[tuple[str, int], list[float]] = {(mode, start): [] for mode in modes for start in (0, FIRST)}
     for _ in range(2 if quick else 10):
-        ddp, *ours = (slowest_s(launch_hosts(None, HOSTS, command(mode, warmup=0, steps=FIRST + LATER)))
-                      for mode in ("ddp_fp32", *modes.values()))
+        ddp, *ours = (slowest_s(launch_hosts(None, HOSTS, program("bench.planner", mode, "mlp", FIRST + LATER)))
+                      for mode in ("ddp", *modes.values()))
         for mode, times in zip(modes, ours, strict=True):
             for start, stop in ((0, FIRST), (FIRST, FIRST + LATER)):
                 ratios[mode, start].append(sum(times[start:stop]) / sum(ddp[start:stop]))
@@ -179,7 +192,9 @@ class Net(NamedTuple):
 
 
 NETS = (Net("1g", 1e9, 1e9, 20), Net("100m", 1e8, 1e8, 12), Net("100/20m", 2e7, 1e8, 8), Net("10m", 1e7, 1e7, 6))
-MODELS = ("mlp", "mlp_small")
+MODELS = {"mlp": (1024, 1024, 1024, 10), "mlp_small": (256, 256, 10)}
+"""Widths of layers: 8.4 MB and 0.3 MB."""
+BATCH = 32
 CODECS = ("topk(ratio=0.01)", "int8()", "fp16()")
 
 
@@ -187,18 +202,89 @@ def _measured(quick: bool) -> Iterator[dict[str, Any]]:
     for net in NETS[1:2] if quick else NETS:
         with Lab(hosts=HOSTS, up_bps=net.up_bps, down_bps=net.down_bps, delay_s=ONE_WAY_S) as lab:
             passed = check(lab).passed
-            for model, codec in itertools.product(MODELS[:1] if quick else MODELS, CODECS[:2] if quick else CODECS):
+            for model, codec in itertools.product([*MODELS][: 1 if quick else None], CODECS[:2] if quick else CODECS):
                 before = lab.counters()
                 row = _priced(lab, net, model, codec)
                 yield row | {"void": not (passed and sound(before, lab.counters()))}
 
 
 def _priced(lab: Lab, net: Net, model: str, codec: str) -> dict[str, Any]:
-    argv = command(f"priced:{codec}", model, warmup=PRICED_STEPS, steps=net.steps)
+    argv = program("bench.planner", "priced", model, PRICED_STEPS + net.steps, codec)
     replies = launch_hosts(lab, HOSTS, argv, deadline_s=400)
-    measured_s, price = median_step_s(replies), replies[0]["prices"][0]
+    measured_s, price = statistics.median(slowest_s(replies)[PRICED_STEPS:]), replies[0]["prices"][0]
     return {
         "link": net.name, "model": model, "what": codec, "from_step": PRICED_STEPS + 1, "step_ms": measured_s * 1e3,
         "predicted_ms": price["priced_s"] * 1e3, "error_pct": 100 * (price["priced_s"] / measured_s - 1),
         "found_ms": price["found_s"] * 1e3,
     }
+
+
+class PricingActions(JobActions):
+    """Actions of a controller that prices the active plan: its searches find no plan to switch to."""
+
+    def __init__(self, job: DistributedJob, probe_s: float = PROBE_S) -> None:
+        super().__init__(job, probe_s)
+        self.prices: list[dict[str, float]] = []
+        """Seconds per step after each search: measured and predicted under the active plan, and predicted under the best plan
+        found."""
+
+    def opening(self) -> None:
+        """The given plan is the first one."""
+
+    def search(self, request: SearchRequest, allowed: PlanLimits) -> Candidate:
+        found = super().search(request, allowed)
+        self.prices.append({"measured_s": request.step_s, "priced_s": found.uncontended_s, "found_s": found.plan.step_s})
+        raise InvalidState("E-ARGUMENT", "the active plan stays")
+
+
+PRICED = WARM_STEPS + MEASURED_STEPS + 2
+"""After this step the active plan has been priced, and no probes follow."""
+
+
+def price(session: commlayer.Session, optimizer: torch.optim.Optimizer) -> list[dict[str, float]]:
+    """Prices the active plan from the first steps, as "auto" does, but never replaces it. Returns the prices to come."""
+    job = session.inspect.context
+    assert isinstance(job, DistributedJob)
+    actions, steps = PricingActions(job), itertools.count(1)
+    auto = TuningController(job, actions, Reports(job.rows.section("measurements")))
+    job.terms.auto = True
+    auto.start()
+
+    def after_step(*_: object) -> None:
+        auto.end_step()
+        auto.settle(60.0)  # planning must not take CPU time from the measured steps
+        if next(steps) == PRICED:
+            auto.paused = True
+
+    optimizer.register_step_post_hook(after_step)
+    return actions.prices
+
+
+def rank(mode: str, name: str, steps: str, codec: str = "") -> dict[str, Any]:
+    """One rank. Modes: ddp; attached, with a codec or the default plan; auto; priced, as attached with prices of the plan."""
+    dist.init_process_group("gloo", timeout=DEADLINE)
+    widths = MODELS[name]
+    model: nn.Module = mlp(*widths)
+    optimizer, prices = torch.optim.SGD(model.parameters(), lr=0.01), list[dict[str, float]]()
+    close: Callable[[], None] = dist.barrier
+    if mode == "ddp":
+        model = DistributedDataParallel(model)
+    else:
+        session = commlayer.attach(model, optimizer, compression=codec or None, sync="auto" if mode == "auto" else None,
+                                   config=host_config(servers="each"))
+        close, prices = session.close, price(session, optimizer) if mode == "priced" else prices
+    generator = torch.Generator().manual_seed(1000 + dist.get_rank())
+    step_s = []
+    for _ in range(int(steps)):
+        x, y = torch.randn(BATCH, widths[0], generator=generator), torch.randint(0, 10, (BATCH,), generator=generator)
+        begin = time.perf_counter()
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        step_s.append(time.perf_counter() - begin)
+    close()
+    return {"step_s": step_s, "prices": prices}
+
+
+if __name__ == "__main__":
+    as_rank(rank)

@@ -8,21 +8,24 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import signal
 import socket
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
 from bench.lab import Lab
 
 ROOT = Path(__file__).resolve().parent.parent
+DEADLINE = timedelta(seconds=120)
+"""Of a collective operation between ranks."""
 TAIL_LINES = 12
 _ports = itertools.count()
 
@@ -33,14 +36,12 @@ class RankFailed(RuntimeError):
 
 def launch_hosts(
     lab: Lab | None, ranks: int, argv: Sequence[str], *, deadline_s: float = 300.0, env: Mapping[str, str] | None = None,
-    watch: Callable[[Sequence[subprocess.Popen[Any]]], None] | None = None,
 ) -> list[dict[str, Any]]:
     """Starts argv as ranks 0..ranks-1 and returns the last line of JSON that each prints, in rank order. Rank r runs on host r
     modulo the number of hosts, or on loopback if lab is None.
 
     Every rank gets RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, GLOO_SOCKET_IFNAME and OMP_NUM_THREADS=1; `env` overrides them.
-    `watch` is called repeatedly with the ranks' processes. If one rank fails or the deadline passes, all are killed and
-    RankFailed is raised.
+    If one rank fails or the deadline passes, RankFailed is raised. At the end all processes that ranks have started are killed.
     """
     common = {
         "WORLD_SIZE": str(ranks),
@@ -48,7 +49,6 @@ def launch_hosts(
         "MASTER_PORT": str(_free_port(lab)),
         "GLOO_SOCKET_IFNAME": lab.interface if lab else "lo",
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")])),
     }
     with ExitStack() as stack:
         children: list[subprocess.Popen[Any]] = []
@@ -59,23 +59,30 @@ def launch_hosts(
             outputs.append((out, err))
             full = {**common, "RANK": str(rank), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
                     "HOST_ADDRESS": lab.addresses[rank % lab.hosts] if lab else "127.0.0.1", **(env or {})}
-            if lab:
-                child = lab.popen(rank % lab.hosts, argv, env=full, stdin=subprocess.DEVNULL, stdout=out, stderr=err)
-            else:
-                child = subprocess.Popen(
-                    list(argv), env={**os.environ, **full}, stdin=subprocess.DEVNULL, stdout=out, stderr=err
-                )
-            children.append(child)
-        _wait(children, outputs, deadline_s, watch)
+            children.append(start(lab, rank % lab.hosts if lab else 0, argv, env=full, stdin=subprocess.DEVNULL, stdout=out,
+                                  stderr=err, start_new_session=True))
+        _wait(children, outputs, deadline_s)
         return [_last_json(rank, out, err) for rank, (out, err) in enumerate(outputs)]
 
 
-def as_rank(run: Callable[[], object]) -> NoReturn:
-    """Entry point of a rank: runs `run` and exits the process without destructors. After DDP has used a Gloo group, the group's
-    destructor may join a thread that waits for the interpreter lock."""
+def start(lab: Lab | None, host: int, argv: Sequence[str], *, env: Mapping[str, str], **options: Any) -> subprocess.Popen[Any]:
+    """Starts a process on a host of the lab, or here, with `env` added to this process's environment."""
+    full = {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")])), **env}
+    return lab.popen(host, argv, env=full, **options) if lab else subprocess.Popen(argv, env={**os.environ, **full}, **options)
+
+
+def program(module: str, *arguments: object) -> list[str]:
+    """The command line of a rank: `module` ends with a call of `as_rank`."""
+    return [sys.executable, "-m", module, *map(str, arguments)]
+
+
+def as_rank(run: Callable[..., dict[str, Any]]) -> NoReturn:
+    """Entry point of a rank: prints what `run` returns for the arguments of the command line, and exits the process without
+    destructors. After DDP has used a Gloo group, the group's destructor may join a thread that waits for the interpreter
+    lock."""
     code = 0
     try:
-        run()
+        print(json.dumps(run(*sys.argv[1:])), flush=True)
     except Exception:
         traceback.print_exc()
         sys.stderr.flush()
@@ -83,13 +90,16 @@ def as_rank(run: Callable[[], object]) -> NoReturn:
     os._exit(code)
 
 
+def host_config(**fields: Any) -> dict[str, Any]:
+    """Settings for one rank per host that listens on the host's address. The lab's network is closed, so without encryption."""
+    address = os.environ.get("HOST_ADDRESS", "127.0.0.1")
+    # Each run finds its plan by itself.
+    return {"ranks_per_node": 1, "bind": address, "insecure": address != "127.0.0.1", "cache": ""} | fields
+
+
 def slowest_s(answers: Sequence[Mapping[str, Any]]) -> list[float]:
     """Per step, the time of the slowest rank: a step ends when the last rank has finished it."""
     return [max(times) for times in zip(*(answer["step_s"] for answer in answers), strict=True)]
-
-
-def median_step_s(answers: Sequence[Mapping[str, Any]]) -> float:
-    return statistics.median(slowest_s(answers))
 
 
 def _free_port(lab: Lab | None) -> int:
@@ -100,22 +110,15 @@ def _free_port(lab: Lab | None) -> int:
         return int(probe.getsockname()[1])
 
 
-def _wait(
-    children: Sequence[subprocess.Popen[Any]], outputs: Sequence[tuple[IO[str], IO[str]]], deadline_s: float,
-    watch: Callable[[Sequence[subprocess.Popen[Any]]], None] | None,
-) -> None:
+def _wait(children: Sequence[subprocess.Popen[Any]], outputs: Sequence[tuple[IO[str], IO[str]]], deadline_s: float) -> None:
     until = time.monotonic() + deadline_s
     running = dict(enumerate(children))
     while running:
-        if watch:
-            watch(children)
         for rank, child in list(running.items()):
-            code = child.poll()
-            if code is None:
-                continue
-            del running[rank]
-            if code:
-                raise RankFailed(f"rank {rank} of {len(children)} ended with code {code}:\n{_tail(outputs[rank][1])}")
+            if (code := child.poll()) is not None:
+                del running[rank]
+                if code:
+                    raise RankFailed(f"rank {rank} of {len(children)} ended with code {code}:\n{_tail(outputs[rank][1])}")
         if running and time.monotonic() > until:
             rank = min(running)
             late = ", ".join(map(str, running))
@@ -125,8 +128,8 @@ def _wait(
 
 def _end(children: Sequence[subprocess.Popen[Any]]) -> None:
     for child in children:
-        if child.poll() is None:
-            child.kill()
+        with suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
     for child in children:
         child.wait()
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import platform
 import subprocess
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
@@ -16,11 +16,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from commlayer.files import write_whole
+from commlayer.files import between, write_whole
 
 ROOT = Path(__file__).resolve().parent.parent
 DATA = ROOT / "bench" / "data"
 """Stored rows of long measurements, published figures, and expected ratios."""
+PAGE = ROOT / "docs" / "benchmarks.md"
 
 Row = Mapping[str, Any]
 
@@ -36,17 +37,26 @@ class Result(TypedDict):
     code: NotRequired[int]
 
 
-@contextlib.contextmanager
-def one_thread() -> Iterator[None]:
-    """Lets torch compute on one thread, inside a `with` block."""
-    import torch
+class Store:
+    """Rows in a file, a line of JSON each, so that an interrupted run can resume. Of rows with equal keys the newest counts."""
 
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
+    def __init__(self, path: Path | None, key: Callable[[dict[str, Any]], Any]) -> None:
+        self._path, self._key = path, key
+        self.rows: dict[Any, dict[str, Any]] = {}
+        for number, line in enumerate(path.read_text("utf-8").splitlines() if path and path.exists() else (), 1):
+            try:
+                row = json.loads(line)
+                self.rows[key(row)] = row
+            except (ValueError, KeyError, TypeError):
+                # The last line of a run that was killed during a write; the row is measured again.
+                print(f"bench: {path}: line {number} is not a whole row and is left out", file=sys.stderr, flush=True)
+
+    def add(self, row: dict[str, Any]) -> None:
+        self.rows[self._key(row)] = row
+        if self._path:
+            complete = not self._path.exists() or not (text := self._path.read_bytes()) or text.endswith(b"\n")
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(("" if complete else "\n") + json.dumps(row) + "\n")
 
 
 def machine() -> dict[str, Any]:
@@ -99,6 +109,11 @@ def markdown(columns: str, rows: Iterable[Iterable[str]]) -> list[str]:
     return ["| " + " | ".join(name.rstrip(":") for name in names) + " |",
             "| " + " | ".join("---:" if name.endswith(":") else "---" for name in names) + " |",
             *("| " + " | ".join(row) + " |" for row in rows)]
+
+
+def renewed(page: str, part: str, text: str) -> str:
+    """The page with that text between the two marks of a part."""
+    return between(page, f"<!-- {part}: begin -->", f"<!-- {part}: end -->", text)
 
 
 def cell(value: object) -> str:

@@ -1,29 +1,29 @@
 """How many members a summation server carries: CPU and memory for each member, bytes, idle members and join storms.
 
-Light members, all in one process, speak the real protocol over sockets to a real `commlayer serve` process: they register as
+Light members, all in this process, speak the real protocol over sockets to a real `commlayer serve` process: they register as
 homes and workers, send heartbeats, and contribute prepared payloads and rows. They train nothing and encode nothing. The server
 is pinned to one core, the members to another. Figures are CPU seconds of the server's process, so the members' process may be
-slower than the server. `python -m bench.scale JSON` is the process of the members: it reads orders as lines of JSON.
+slower than the server.
 
 Loopback does the kernel's receive work of a packet in the sender's time, in both directions, so the exchange is about fair.
 """
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import json
+import math
 import os
 import select
-import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -32,6 +32,7 @@ import msgspec
 
 from bench import Unmeasurable
 from bench.report import ROOT, Result
+from bench.transport import key_folders
 from commlayer import records
 from commlayer.callbacks import ignore
 from commlayer.cluster.calls import messages, site_client
@@ -126,25 +127,21 @@ def payloads_of(plan: Plan, server: int = 0) -> dict[int, tuple[int, bytes]]:
 class LightMember:
     """A home of one worker that trains nothing: its registrations with heartbeats, and its data connection to each server."""
 
-    def __init__(self, orders: Mapping[str, Any]) -> None:
-        self.orders = orders
-        keys = orders["keys"]
-        self.config = read_config({"heartbeat_s": HEARTBEAT_S, "dead_after_s": WAIT_S, "join_deadline_s": WAIT_S,
-                                   **({"keys": keys} if keys else {"token": SECRET})}, environ={}, cwd="/nonexistent")
-        self.keys = Keys(keys) if keys else None
+    def __init__(self, place: Place) -> None:
+        self.place = place
         # A lease's connection may be shared, since it is used once a heartbeat interval.
-        self.lease = site_client.SiteLease(orders["control"], self.config, messages.site_request(1), lambda _: None)
+        self.lease = site_client.SiteLease(place.control, place.config, messages.site_request(1), lambda _: None)
         reply = self.lease.meet(WAIT_S)
         self.rank = reply.rank
-        plan = base64.b64decode(orders["plan"])
+        plan = records.encode(place.plan)
         request = messages.worker_request(
-            orders["job"], self.rank, reply.world, node=reply.node, plan=plan, plan_digest=messages.digest_of(plan),
-            elastic=True, tensors=orders["tensors"], elements=orders["elements"])
+            place.plan.job, self.rank, reply.world, node=reply.node, plan=plan, plan_digest=messages.digest_of(plan),
+            elastic=True, tensors=len(place.job.tensors), elements=place.model_nbytes // 4)
         # As client.join(), but each member has a connection of its own, as in a process of its own.
-        link, ended = CoordinatorChannel(orders["control"], self.config.token, self.keys, own=True), threading.Event()
+        link, ended = CoordinatorChannel(place.control, place.config.token, place.keys, own=True), threading.Event()
         short = msgspec.structs.replace(request, plan=b"")
         joined = link.register(lambda _: short, WAIT_S, WAIT_S, plan=plan, ended=ended)
-        self.membership = client.Membership(link, request, joined, self.config, ignore, ended)
+        self.membership = client.Membership(link, request, joined, place.config, ignore, ended)
         self.connections: list[LightConnection] = []
 
     def dial(self) -> None:
@@ -170,26 +167,25 @@ class LightConnection:
     """A member's connection to one server. `send` and `receive` never block."""
 
     def __init__(self, member: LightMember, address: str, server: int, plan: str) -> None:
-        self.rank, self.server, deadline = member.rank, server, time.monotonic() + WAIT_S
-        rate = member.orders["bps"] / 8
+        self.rank, self.server, deadline, place = member.rank, server, time.monotonic() + WAIT_S, member.place
         self.sock = socket.socket()
-        if rate:  # before the connection begins: small packets, and windows that do not hide the line
+        if place.rate:  # before the connection begins: small packets, and windows that do not hide the line
             self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, SEGMENT_NBYTES)
             self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 64 << 10)
-            self.sock.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, int(rate))
+            self.sock.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, int(place.rate))
         # Another address than the server's: both ends treat the connection as one between machines.
         self.sock.bind((f"127.1.{1 + self.rank // 250}.{1 + self.rank % 250}", 0))
         self.sock.settimeout(WAIT_S)
         self.sock.connect(host_port(address))
-        if member.keys is not None:
-            self.sock = TlsSocket(self.sock, member.keys, DATA, server=False)
+        if place.keys is not None:
+            self.sock = TlsSocket(self.sock, place.keys, DATA, server=False)
             self.sock.handshake(deadline)
         self.reader = framing.Reader()
-        hello = Hello(member.orders["job"], self.rank, plan, messages.version(), session=new_nonce())
-        dial_handshake(self.sock, self.reader, hello, member.config.token, SERVER_BASE + server, deadline,
+        hello = Hello(place.plan.job, self.rank, plan, messages.version(), session=new_nonce())
+        dial_handshake(self.sock, self.reader, hello, place.config.token, SERVER_BASE + server, deadline,
                        binding_of(self.sock))
         self.sock.setblocking(False)
-        self.part_nbytes = max(MIN_PART_NBYTES, int(rate * PART_S)) if rate else 1 << 30
+        self.part_nbytes = max(MIN_PART_NBYTES, int(place.rate * PART_S)) if place.rate else 1 << 30
         self.scratch = memoryview(bytearray(8 << 20))
         self.reader.place = lambda _, nbytes: self.scratch[:nbytes]
         self.out: list[memoryview] = []
@@ -197,6 +193,7 @@ class LightConnection:
         self.results: dict[int, int] = {}
         """Checksum of the last result of each bucket."""
         self.allowed_nbytes = 0.0
+        """Bytes that it may read now."""
 
     def begin(self, step: int, payloads: Mapping[int, tuple[int, bytes]], total: float) -> None:
         """Queues the contributions of one step, and a row on server 0."""
@@ -210,11 +207,10 @@ class LightConnection:
             self.awaited += 1
 
     def _queue(self, header: Header, body: bytes) -> None:
-        parts = split_parts(len(body), self.part_nbytes)
-        for number, (start, stop) in enumerate(parts):
-            piece = memoryview(body)[start:stop]
+        parts = parts_of(body, self.part_nbytes)
+        for number, (piece, checksum) in enumerate(parts):
             head = header._replace(part=number, parts=len(parts))
-            self.out += [memoryview(framing.encode(head, len(piece), _crc(body, start, stop))), piece]
+            self.out += [memoryview(framing.encode(head, len(piece), checksum)), piece]
 
     def send(self) -> None:
         """Sends what the kernel takes."""
@@ -228,14 +224,13 @@ class LightConnection:
                 if left:
                     self.out[0] = self.out[0][left:]
 
-    def receive(self, most_nbytes: float = 1 << 40) -> None:
-        """Reads what has arrived, up to about this many bytes, and counts results."""
+    def receive(self) -> None:
+        """Reads what has arrived, up to about `allowed_nbytes`, and counts results."""
         with contextlib.suppress(BlockingIOError):
-            while most_nbytes > 0 and self.awaited:
+            while self.allowed_nbytes > 0 and self.awaited:
                 room = self.reader.wanted()
-                if not (n := self.sock.recv_into(room[: int(min(len(room), most_nbytes)) or 1])):
+                if not (n := self.sock.recv_into(room[: int(min(len(room), self.allowed_nbytes)) or 1])):
                     raise ConnectionError(f"the server has ended the connection of member {self.rank}")
-                most_nbytes -= n
                 self.allowed_nbytes -= n
                 self.received_nbytes += n
                 self.reader.filled(n)
@@ -245,183 +240,136 @@ class LightConnection:
                         self.awaited -= h.part + 1 == h.parts
 
 
-_crcs: dict[tuple[int, int, int], int] = {}
+@lru_cache(maxsize=256)
+def parts_of(body: bytes, part_nbytes: int) -> list[tuple[memoryview, int]]:
+    """The parts of a body that all members send, each with its checksum."""
+    pieces = [memoryview(body)[start:stop] for start, stop in split_parts(len(body), part_nbytes)]
+    return [(piece, crc32c(piece)) for piece in pieces]
 
 
-def _crc(body: bytes, start: int, stop: int) -> int:
-    """The checksum of a part of a payload, which all members send."""
-    if (found := _crcs.get(at := (id(body), start, stop))) is None:
-        found = crc32c(memoryview(body)[start:stop])
-        if stop - start >= MIN_PART_NBYTES or start:
-            _crcs[at] = found
-    return found
+class Took(NamedTuple):
+    """What some work has taken: seconds, and CPU seconds of the members' process and of the servers."""
 
-
-class LightMembers:
-    """All members, and the order in which their process carries out what the bench asks."""
-
-    def __init__(self, orders: dict[str, Any]) -> None:
-        self.orders = orders
-        self.members: list[LightMember] = []
-        self.step = 0
-        stored = msgspec.msgpack.decode(Path(orders["payloads"]).read_bytes()) if orders["payloads"] else []
-        self.payloads: list[dict[int, tuple[int, bytes]]] = [{int(b): (c, body) for b, c, body in one} for one in stored]
-
-    def join(self, count: int, within_s: float = 0.0) -> dict[str, Any]:
-        """That many homes begin to register, evenly spread over `within_s`. Seconds of each until it is a member with
-        connections."""
-        begin, cpu_s = time.monotonic(), time.process_time()
-
-        def begin_one(number: int) -> tuple[LightMember, float]:
-            time.sleep(max(0.0, begin + within_s * number / count - time.monotonic()))
-            since = time.monotonic()
-            member = LightMember(self.orders)
-            member.dial()
-            return member, time.monotonic() - since
-
-        with ThreadPoolExecutor(count) as pool:
-            found = [*pool.map(begin_one, range(count))]
-        self.members += [member for member, _ in found]
-        self.members.sort(key=lambda member: member.rank)
-        seconds = sorted(s for _, s in found)
-        return {"median_s": median(seconds), "slowest_s": seconds[-1],
-                "seconds": time.monotonic() - begin, "cpu_s": time.process_time() - cpu_s}
-
-    def exchange(self, count: int, *, late: bool = False) -> dict[str, Any]:
-        """Makes that many exchanges of all members. `late`: member 0, whose contribution is added first, sends after all
-        others have sent theirs."""
-        cpu_s, begin = time.process_time(), time.monotonic()
-        connections = [each for member in self.members for each in member.connections]
-        for _ in range(count):
-            for each in connections:
-                each.begin(self.step, self.payloads[each.server], float(len(self.members)))
-            held = [(each, each.out) for each in connections if late and each.rank == self.members[0].rank]
-            for each, _out in held:
-                each.out = []
-            if held:
-                self._run(connections, lambda: any(each.out for each in connections))
-                time.sleep(1.0)  # the server reads what is in the kernel
-            for each, out in held:
-                each.out = out
-            self._run(connections, lambda: any(each.awaited for each in connections))
-            self.step += 1
-        return {"seconds": time.monotonic() - begin, "cpu_s": time.process_time() - cpu_s,
-                "equal": len({(each.server, *sorted(each.results.items())) for each in connections}) == len(self.payloads),
-                "received_nbytes": sum(each.received_nbytes for each in connections)}
-
-    def _run(self, connections: list[LightConnection], goes_on: Any) -> None:
-        rate, deadline = self.orders["bps"] / 8, time.monotonic() + WAIT_S
-        if rate:
-            return self._run_paced(connections, goes_on, rate)
-        with contextlib.closing(select.epoll()) as poll:
-            by_number = {each.sock.fileno(): each for each in connections}
-            for number, each in by_number.items():
-                poll.register(number, select.EPOLLIN | (select.EPOLLOUT if each.out else 0))
-            while goes_on():
-                for number, events in poll.poll(1.0):
-                    each = by_number[number]
-                    if events & select.EPOLLOUT:
-                        each.send()
-                        if not each.out:
-                            poll.modify(number, select.EPOLLIN)
-                    if events & ~select.EPOLLOUT:
-                        each.receive()  # all: decrypted bytes would not wake this loop again
-                if time.monotonic() > deadline:
-                    raise TimeoutError(f"the exchange did not end within {WAIT_S:g} s")
-        return None
-
-    def _run_paced(self, connections: list[LightConnection], goes_on: Any, rate: float) -> None:
-        """The kernel paces what members send; this loop paces what they read."""
-        now = time.monotonic()
-        deadline = now + WAIT_S
-        while goes_on():
-            before, now = now, time.monotonic()
-            for each in connections:
-                each.allowed_nbytes = min(each.allowed_nbytes + rate * (now - before), rate * 0.05)
-                if each.out:
-                    each.send()
-                if each.awaited:
-                    each.receive(each.allowed_nbytes)
-            if now > deadline:
-                raise TimeoutError(f"the exchange did not end within {WAIT_S:g} s")
-            time.sleep(max(0.0, now + TICK_S - time.monotonic()))
-
-    def close(self) -> None:
-        with ThreadPoolExecutor(32) as pool:
-            list(pool.map(LightMember.close, self.members))
-
-
-def serve_orders() -> None:
-    """Carries out the orders on standard input."""
-    members = LightMembers(json.loads(sys.argv[1]))
-    print("{}", flush=True)
-    for line in sys.stdin:
-        order = json.loads(line)
-        what = order.pop("what")
-        print(json.dumps(getattr(members, what)(**order) or {}), flush=True)
-        if what == "close":
-            return
-
-
-def ask(process: subprocess.Popen[str], deadline_s: float = 2 * WAIT_S, **order: Any) -> dict[str, Any]:
-    """Sends an order, if there is one, and returns the answer."""
-    assert process.stdin
-    assert process.stdout
-    if order:
-        process.stdin.write(json.dumps(order) + "\n")
-        process.stdin.flush()
-    line = process.stdout.readline() if select.select([process.stdout], [], [], deadline_s)[0] else ""
-    if not line:
-        ended = "has ended" if process.poll() is not None else f"gave no answer within {deadline_s:g} s"
-        raise Unmeasurable(f"a process of the bench {ended}, asked for {order}")
-    answer: dict[str, Any] = json.loads(line)
-    return answer
+    seconds: float
+    members_s: float
+    servers_s: float
 
 
 class Place:
-    """A server pinned to one core, and the process of light members on another."""
+    """Servers pinned to one core, and light members in this process, which is pinned to another."""
 
     def __init__(self, stack: contextlib.ExitStack, *, numel: int, most: int, least: int = 0, bps: float = 0.0,
                  servers: int = 1, tls: bool = False) -> None:
         """`most`: members for which the server is started. `least`: number of members with which the job begins; 0: all."""
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        cores = sorted(os.sched_getaffinity(0))
-        job, plan = plan_for(numel, servers)
-        keys = _keys(folder / "keys") if tls else {}
-        stored = [[(bucket, *one) for bucket, one in payloads_of(plan, server).items()] for server in range(servers)]
-        (folder / "payloads").write_bytes(msgspec.msgpack.encode(stored))
-        self.payload_nbytes = sum(len(body) for one in stored for _, _, body in one)
-        self.model_nbytes = 4 * sum(b.numel for b in plan.buckets)
-        line = ["serve", "--bind", "127.0.0.1", "--workers", str(most), "--servers", str(servers)]
-        settings = {"COMMLAYER_KEYS": keys["server"]} if tls else {"COMMLAYER_TOKEN": SECRET}
+        cores = os.sched_getaffinity(0)
+        stack.callback(os.sched_setaffinity, 0, cores)
+        os.sched_setaffinity(0, {max(cores)})
+        self.rate = bps / 8
+        self.job, self.plan = plan_for(numel, servers)
+        self.payloads = [payloads_of(self.plan, server) for server in range(servers)]
+        self.payload_nbytes = sum(len(body) for one in self.payloads for _, body in one.values())
+        self.model_nbytes = 4 * sum(b.numel for b in self.plan.buckets)
+        folders = key_folders(folder / "keys", "server", "member") if tls else {}
+        self.keys = Keys(folders["member"]) if tls else None
+        secret = {"keys": folders["member"]} if tls else {"token": SECRET}
+        self.config = read_config({"heartbeat_s": HEARTBEAT_S, "dead_after_s": WAIT_S, "join_deadline_s": WAIT_S, **secret},
+                                  environ={}, cwd="/nonexistent")
+        settings = {"COMMLAYER_KEYS": folders["server"]} if tls else {"COMMLAYER_TOKEN": SECRET}
         settings |= {"COMMLAYER_HEARTBEAT_S": str(HEARTBEAT_S), "COMMLAYER_DEAD_AFTER_S": str(WAIT_S),
                      "COMMLAYER_LAST_CALL_S": "0.5"}
-        self.servers = [_start(stack, ["-m", "commlayer.cli.main", *line, *(["--min-workers", str(least)] if least else [])],
-                               cores[0], settings)]
-        told = ask(self.servers[0])
-        for _ in range(1, servers):
-            self.servers.append(_start(stack, ["-m", "commlayer.cli.main", "serve", "--bind", "127.0.0.1",
-                                               "--join", told["control"]], cores[0], settings))
-        orders = {"control": told["control"], "keys": keys.get("member", ""), "job": plan.job, "bps": bps,
-                  "plan": base64.b64encode(records.encode(plan)).decode(), "payloads": str(folder / "payloads"),
-                  "tensors": len(job.tensors), "elements": sum(b.numel for b in plan.buckets)}
-        self.members = _start(stack, ["-m", "bench.scale", json.dumps(orders)], cores[-1], {})
-        ask(self.members)
+        first = _serve(stack, ["--workers", str(most), "--servers", str(servers),
+                               *(["--min-workers", str(least)] if least else [])], min(cores), settings)
+        self.control = _control_of(first)
+        self.servers = [first, *(_serve(stack, ["--join", self.control], min(cores), settings) for _ in range(1, servers))]
+        self.members: list[LightMember] = []
+        self.waited_s: list[float] = []
+        """How long each home that joined last has waited until it was a member with connections, in order."""
+        self.step = 0
+        stack.callback(self.close)
 
     @property
     def usage(self) -> Usage:
         used = [usage_of(server.pid) for server in self.servers]
         return Usage(*(sum(one) for one in zip(*used, strict=True)))
 
+    @property
+    def connections(self) -> list[LightConnection]:
+        return [each for member in self.members for each in member.connections]
+
     def clear_peak(self) -> None:
         for server in self.servers:
             Path(f"/proc/{server.pid}/clear_refs").write_text("5")
 
-    def order(self, what: str, **values: Any) -> dict[str, Any]:
-        """Carries out the order; what it took, and `server_cpu_s`: CPU seconds of the servers meanwhile."""
-        before = self.usage.cpu_s
-        answer = ask(self.members, what=what, **values)
-        return {**answer, "server_cpu_s": self.usage.cpu_s - before}
+    def timed(self, work: Callable[[], object]) -> Took:
+        begin, members_s, servers_s = time.monotonic(), time.process_time(), self.usage.cpu_s
+        work()
+        return Took(time.monotonic() - begin, time.process_time() - members_s, self.usage.cpu_s - servers_s)
+
+    def join(self, count: int, within_s: float = 0.0) -> None:
+        """That many homes begin to register, evenly spread over `within_s`."""
+        begin = time.monotonic()
+
+        def begin_one(number: int) -> tuple[LightMember, float]:
+            time.sleep(max(0.0, begin + within_s * number / count - time.monotonic()))
+            since = time.monotonic()
+            member = LightMember(self)
+            member.dial()
+            return member, time.monotonic() - since
+
+        with ThreadPoolExecutor(count) as pool:
+            joined = [*pool.map(begin_one, range(count))]
+        self.members = sorted([*self.members, *(member for member, _ in joined)], key=lambda member: member.rank)
+        self.waited_s = sorted(seconds for _, seconds in joined)
+
+    def exchange(self, count: int, *, late: bool = False) -> None:
+        """Makes that many exchanges of all members, which must receive equal results. `late`: member 0, whose contribution is
+        added first, sends after all others have sent theirs."""
+        connections = self.connections
+        for _ in range(count):
+            for each in connections:
+                each.begin(self.step, self.payloads[each.server], float(len(self.members)))
+            held = [(each, each.out) for each in self.members[0].connections] if late else []
+            for each, _out in held:
+                each.out = []
+            if held:
+                self._run(lambda: any(each.out for each in connections))
+                time.sleep(1.0)  # the server reads what is in the kernel
+            for each, out in held:
+                each.out = out
+            self._run(lambda: any(each.awaited for each in connections))
+            self.step += 1
+        if len({(each.server, *sorted(each.results.items())) for each in connections}) != len(self.servers):
+            raise AssertionError("members received different results")
+
+    def _run(self, goes_on: Callable[[], bool]) -> None:
+        """Sends and receives. If the line has a rate, the kernel paces what members send, and this loop what they read."""
+        now = time.monotonic()
+        deadline = now + WAIT_S
+        by_number = {each.sock.fileno(): each for each in self.connections}
+        with contextlib.closing(select.epoll()) as poll:
+            for number, each in by_number.items():
+                poll.register(number, select.EPOLLIN | (select.EPOLLOUT if each.out else 0))
+            while goes_on():
+                before, now = now, time.monotonic()
+                for number in by_number if self.rate else [number for number, _ in poll.poll(1.0)]:
+                    each = by_number[number]
+                    if each.out:
+                        each.send()
+                        if not each.out:
+                            poll.modify(number, select.EPOLLIN)
+                    # Without a rate it reads all: decrypted bytes would not wake this loop again.
+                    due_nbytes = each.allowed_nbytes + self.rate * (now - before)
+                    each.allowed_nbytes = min(due_nbytes, self.rate * 0.05) if self.rate else math.inf
+                    each.receive()
+                if now > deadline:
+                    raise TimeoutError(f"the exchange did not end within {WAIT_S:g} s")
+                if self.rate:
+                    time.sleep(max(0.0, now + TICK_S - time.monotonic()))
+
+    def close(self) -> None:
+        with ThreadPoolExecutor(32) as pool:
+            list(pool.map(LightMember.close, self.members))
 
 
 @contextlib.contextmanager
@@ -430,32 +378,24 @@ def place(**values: Any) -> Iterator[Place]:
         yield Place(stack, **values)
 
 
-def _start(stack: contextlib.ExitStack, argv: Sequence[str], core: int, settings: Mapping[str, str]) -> subprocess.Popen[str]:
+def _serve(stack: contextlib.ExitStack, options: Sequence[str], core: int, settings: Mapping[str, str]
+           ) -> subprocess.Popen[str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith("COMMLAYER_")}
-    env = kept | {"COMMLAYER_CONFIG": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | {**settings}
-    process = subprocess.Popen([sys.executable, *argv], cwd=ROOT, env=env, text=True, stdin=subprocess.PIPE,
-                               stdout=subprocess.PIPE, stderr=None if "BENCH_LINES" in os.environ else subprocess.DEVNULL,
-                               preexec_fn=lambda: os.sched_setaffinity(0, {core}))
-    stack.callback(_end, process)
+    env = kept | {"COMMLAYER_CONFIG": "", "OMP_NUM_THREADS": "1"} | {**settings}
+    process = subprocess.Popen([sys.executable, "-m", "commlayer.cli.main", "serve", "--bind", "127.0.0.1", *options], cwd=ROOT,
+                               env=env, text=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    stack.enter_context(process)
+    stack.callback(process.kill)
+    os.sched_setaffinity(process.pid, {core})
     return process
 
 
-def _end(process: subprocess.Popen[str]) -> None:
-    process.send_signal(signal.SIGKILL)
-    process.wait(WAIT_S)
-    for pipe in (process.stdin, process.stdout):
-        if pipe is not None:
-            with contextlib.suppress(OSError):
-                pipe.close()
-
-
-def _keys(folder: Path) -> dict[str, str]:
-    try:
-        from commlayer.cluster.keys import authority
-    except ImportError as error:
-        raise Unmeasurable(f"{error.name} is not installed") from None
-    authority.init(folder)
-    return {name: str(authority.add(folder, name)) for name in ("server", "member")}
+def _control_of(server: subprocess.Popen[str]) -> str:
+    """The address at which a server accepts members."""
+    assert server.stdout
+    if not (select.select([server.stdout], [], [], WAIT_S)[0] and (line := server.stdout.readline())):
+        raise Unmeasurable(f"the server has ended, or gave no address within {WAIT_S:g} s")
+    return str(json.loads(line)["control"])
 
 
 def run(quick: bool) -> Result:
@@ -510,13 +450,11 @@ def idle_row(what: str, count: int, seconds: float = 6.0, **values: Any) -> dict
     """Members that only send heartbeats: what a core of the server and its memory have to do with each."""
     with place(numel=1 << 20, most=count, **values) as its:
         empty = its.usage
-        its.order("join", count=count)
+        its.join(count)
         time.sleep(2.0)
-        before, own, begin = its.usage, usage_of(its.members.pid).cpu_s, time.monotonic()
-        time.sleep(seconds)
-        after, elapsed_s = its.usage, time.monotonic() - begin
-        return {"what": what, "members": count, "core": (after.cpu_s - before.cpu_s) / elapsed_s,
-                "members_busy": (usage_of(its.members.pid).cpu_s - own) / elapsed_s,
+        took, after = its.timed(lambda: time.sleep(seconds)), its.usage
+        return {"what": what, "members": count, "core": took.servers_s / took.seconds,
+                "members_busy": took.members_s / took.seconds,
                 "kb_per_member": (after.memory_nbytes - empty.memory_nbytes) / count / 1e3,
                 "threads_per_member": (after.threads - empty.threads) / count,
                 "descriptors_per_member": (after.descriptors - empty.descriptors) / count}
@@ -527,11 +465,11 @@ def storm_row(what: str, first: int, count: int = 100, within_s: float = 10.0) -
     comes after that. `first`: members of the running job; 0: none is running."""
     with place(numel=1 << 20, most=count + first, least=first) as its:
         if first:
-            its.order("join", count=first)
-            its.order("exchange", count=1)
-        took = its.order("join", count=count, within_s=within_s)
-        return {"what": what, "members": count, "median_s": took["median_s"], "slowest_s": took["slowest_s"],
-                "all_s": took["seconds"], "server_cpu_s": took["server_cpu_s"], "members_busy": took["cpu_s"] / took["seconds"]}
+            its.join(first)
+            its.exchange(1)
+        took = its.timed(lambda: its.join(count, within_s))
+        return {"what": what, "members": count, "median_s": median(its.waited_s), "slowest_s": its.waited_s[-1],
+                "all_s": took.seconds, "server_cpu_s": took.servers_s, "members_busy": took.members_s / took.seconds}
 
 
 def exchange_rows(what: str, members: int, mib: int, *, times: int = 4, late: bool = False, **values: Any
@@ -539,24 +477,21 @@ def exchange_rows(what: str, members: int, mib: int, *, times: int = 4, late: bo
     """Exchanges of that many members, and a model of `mib` times 1 M elements: CPU of the server for each member, and memory.
     `late`: measures memory also if the member whose contribution is added first is the last to send."""
     with place(numel=mib << 20, most=members, **values) as its:
-        its.order("join", count=members)
+        its.join(members)
         idle = its.usage
-        its.order("exchange", count=1)
+        its.exchange(1)
         its.clear_peak()
-        took = its.order("exchange", count=times)
-        if not took["equal"]:
-            raise AssertionError("members received different results")
-        used, core_s = its.usage, took["server_cpu_s"] / times / members
-        busy = {"server": took["server_cpu_s"] / took["seconds"] / len(its.servers), "members": took["cpu_s"] / took["seconds"]}
+        took, used = its.timed(lambda: its.exchange(times)), its.usage
+        core_s = took.servers_s / times / members
         yield {"what": what, "members": members, "model_mb": its.model_nbytes / 1e6, "payload_mb": its.payload_nbytes / 1e6,
-               "exchange_s": took["seconds"] / times, "exchange_ms": 1e3 * core_s,
-               "ms_per_mb": 1e3 * core_s / (2 * its.payload_nbytes / 1e6), "server_busy": busy["server"],
-               "members_busy": busy["members"]}
+               "exchange_s": took.seconds / times, "exchange_ms": 1e3 * core_s,
+               "ms_per_mb": 1e3 * core_s / (2 * its.payload_nbytes / 1e6),
+               "server_busy": took.servers_s / took.seconds / len(its.servers), "members_busy": took.members_s / took.seconds}
         if len(its.servers) == 1:
             yield _memory(what, members, its, used.peak_nbytes - idle.memory_nbytes)
         if late:
             its.clear_peak()
-            its.order("exchange", count=2, late=True)
+            its.exchange(2, late=True)
             yield _memory("first late", members, its, its.usage.peak_nbytes - idle.memory_nbytes)
 
 
@@ -566,7 +501,3 @@ def _memory(how: str, members: int, its: Place, grown_nbytes: int) -> dict[str, 
     beyond = grown_nbytes - 2 * its.model_nbytes - 2 * its.payload_nbytes
     return {"what": "memory", "how": how, "members": members, "model_mb": its.model_nbytes / 1e6,
             "x_model": max(0.0, beyond) / members / its.model_nbytes}
-
-
-if __name__ == "__main__":
-    serve_orders()

@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import nn
 from torch.nn import functional
 
-from bench.tasks_models import GPT, LENGTH, Classifier, conv, layers_of
+from bench.tasks_models import GPT, LENGTH, Classifier, conv
 from bench.tasks_text import Passages, handbook
 
 Batch = tuple[torch.Tensor, torch.Tensor]
@@ -31,7 +30,6 @@ WORDS = 4096
 class Task(NamedTuple):
     """A model, its data and its usual optimizer."""
 
-    name: str
     model: Callable[[int], nn.Module]
     """Builds the model from a seed. `layers_of(model)` are its layers in order."""
     draw: Callable[[torch.Generator], Batch]
@@ -39,8 +37,6 @@ class Task(NamedTuple):
     held: Batch
     """Validation data."""
     optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
-    family: str
-    """Family of the optimizer: "sgd" or "adam"."""
     targets: tuple[float, float, float]
     """Validation losses, from easy to hard: between what one rank's data reaches and what four reach in about 200 steps (of
     "text" in 1,000)."""
@@ -85,8 +81,8 @@ def characters(text: str, width: int, sequences: int, layers: int = 4, lr: float
     def draw(chosen: torch.Generator) -> Batch:
         return rows(training, torch.randint(len(training) - LENGTH, (sequences,), generator=chosen))
 
-    return Task("chars", model, draw, rows(held, torch.linspace(0, len(held) - LENGTH - 1, 64).long()),
-                lambda p: torch.optim.AdamW(p, lr=lr), "adam", (2.85, 2.65, 2.5))
+    return Task(model, draw, rows(held, torch.linspace(0, len(held) - LENGTH - 1, 64).long()),
+                lambda p: torch.optim.AdamW(p, lr=lr), (2.85, 2.65, 2.5))
 
 
 def chars(width: int = 192, sequences: int = 2) -> Task:
@@ -96,13 +92,7 @@ def chars(width: int = 192, sequences: int = 2) -> Task:
 
 def text(width: int = 96, sequences: int = 8) -> Task:
     """A smaller transformer with larger batches, for races of ten minutes; 0.36 million parameters."""
-    return characters(handbook(), width, sequences, layers=3, lr=1e-3)._replace(name="text", targets=(1.6, 1.5, 1.4))
-
-
-def docs(width: int = 192, sequences: int = 2) -> Task:
-    """The same on the project's own docs. The docs change, so results are not comparable over time."""
-    files = sorted((Path(__file__).resolve().parent.parent / "docs").rglob("*.md"))
-    return characters("".join(file.read_text("utf-8") for file in files), width, sequences)
+    return characters(handbook(), width, sequences, layers=3, lr=1e-3)._replace(targets=(1.6, 1.5, 1.4))
 
 
 def digits(hidden: int = 640, images: int = 4) -> Task:
@@ -130,8 +120,8 @@ def digits(hidden: int = 640, images: int = 4) -> Task:
     def draw(chosen: torch.Generator) -> Batch:
         return rendered(training[torch.randint(len(training), (images,), generator=chosen)], chosen)
 
-    return Task("digits", model, draw, rendered(held.repeat(2), torch.Generator().manual_seed(1)),
-                lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9), "sgd", (1.7, 1.3, 1.0))
+    return Task(model, draw, rendered(held.repeat(2), torch.Generator().manual_seed(1)),
+                lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9), (1.7, 1.3, 1.0))
 
 
 def passages(width: int = 256, samples: int = 4) -> Task:
@@ -142,10 +132,8 @@ def passages(width: int = 256, samples: int = 4) -> Task:
         torch.manual_seed(seed)
         return Classifier(WORDS, source.pages, width)
 
-    return Task("passages", model, lambda chosen: source.draw(samples, chosen), source.held(256),
-                lambda p: torch.optim.AdamW(p, lr=2e-3), "adam", (3.0, 2.7, 2.45))
+    return Task(model, lambda chosen: source.draw(samples, chosen), source.held(256),
+                lambda p: torch.optim.AdamW(p, lr=2e-3), (3.0, 2.7, 2.45))
 
 
-TASKS: dict[str, Callable[[], Task]] = {"chars": chars, "digits": digits, "passages": passages, "text": text, "docs": docs}
-
-__all__ = ["TASKS", "Batch", "Task", "characters", "chars", "concatenate", "digits", "docs", "layers_of", "passages", "text"]
+TASKS: dict[str, Callable[[], Task]] = {"chars": chars, "digits": digits, "passages": passages, "text": text}

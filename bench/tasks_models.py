@@ -1,6 +1,8 @@
-"""The models of bench.tasks: a small GPT, a convolutional network, and a GRU over words."""
+"""Models of benches: those of bench.tasks (a small GPT, a convolutional network, a GRU over words), and stacks of layers."""
 
 from __future__ import annotations
+
+import itertools
 
 import torch
 from torch import nn
@@ -15,6 +17,15 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
     layers = getattr(model, "layers", model)
     assert isinstance(layers, nn.Sequential)
     return [layer for layer in layers if any(True for _ in layer.parameters())]
+
+
+def mlp(*widths: int) -> nn.Sequential:
+    """Linear layers with ReLUs between them, with equal weights in every process."""
+    torch.manual_seed(7)
+    layers: list[nn.Module] = []
+    for fan_in, fan_out in itertools.pairwise(widths):
+        layers += [nn.Linear(fan_in, fan_out), nn.ReLU()]
+    return nn.Sequential(*layers[:-1])
 
 
 class Block(nn.Module):

@@ -7,10 +7,9 @@ prints the rates.
 
 from __future__ import annotations
 
-import argparse
+import contextlib
 import functools
 import json
-import os
 import queue
 import select
 import socket
@@ -29,7 +28,8 @@ import torch
 
 from bench import Unmeasurable
 from bench.lab import Lab, LabUnavailable, sound
-from bench.report import ROOT, Result
+from bench.ranks import as_rank, program, start
+from bench.report import Result
 from commlayer.cluster.calls.grpc_port import open_stream_port
 from commlayer.cluster.processes.channels import node_ranks
 from commlayer.cluster.servers import dialing
@@ -80,7 +80,7 @@ DEADLINE_S = 240.0
 def run(quick: bool) -> Result:
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
-        keys = _keys(Path(folder) / "keys")
+        keys = key_folders(Path(folder) / "keys", "sink", "source")
         rows += [_row(LOOPBACK, size, keys, None, quick) for size in list(SIZES)[: 1 if quick else None]]
         for line in LINES[: 1 if quick else None]:
             try:
@@ -110,53 +110,42 @@ def summary_of(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return result
 
 
-def _keys(folder: Path) -> dict[str, str]:
+def key_folders(folder: Path, *names: str) -> dict[str, str]:
+    """Keys of a new job, by member."""
     try:
         from commlayer.cluster.keys import authority
     except ImportError as error:
         raise Unmeasurable(f"{error.name} is not installed") from None
     authority.init(folder)
-    return {name: str(authority.add(folder, name)) for name in ("sink", "source")}
+    return {name: str(authority.add(folder, name)) for name in names}
 
 
 def _row(place: Place, size: str, keys: dict[str, str], lab: Lab | None, quick: bool) -> dict[str, Any]:
     """One process receives; another sends bursts, alternating between the transports. The row has medians over bursts."""
     address = lab.addresses[0] if lab else "127.0.0.1"
-    command = [sys.executable, "-m", "bench.transport"]
-    source = None
-    sink = _start(lab, 0, [*command, "receive", "--keys", keys["sink"], "--address", address], stdin=subprocess.PIPE)
-    try:
+    with contextlib.ExitStack() as stack:
+        def started(host: int, *arguments: object) -> subprocess.Popen[str]:
+            process = start(lab, host, program("bench.transport", *arguments), env={}, stdin=subprocess.PIPE,
+                            stdout=subprocess.PIPE, text=True)
+            stack.enter_context(process)
+            stack.callback(process.kill)
+            return process
+
+        sink = started(0, "receive", keys["sink"], address)
         assert sink.stdout
         if not select.select([sink.stdout], [], [], DEADLINE_S)[0]:
             raise TimeoutError(f"the receiving process reported no ports within {DEADLINE_S:.0f} s")
-        ports = json.loads(sink.stdout.readline())
-        source = _start(lab, 1, [
-            *command, "send", "--keys", keys["source"], "--address", address, "--ports", json.dumps(ports), "--body",
-            str(SIZES[size]), "--burst", str(place.burst_nbytes), "--times", str(3 if quick else place.times),
-            "--kinds", place.kinds])
+        ports = sink.stdout.readline()
+        times = 3 if quick else place.times
+        source = started(1, "send", keys["source"], address, ports, SIZES[size], place.burst_nbytes, times, place.kinds)
         figures = json.loads(source.communicate(timeout=DEADLINE_S)[0])
-    finally:
-        for process in (sink, source):
-            if process is not None:
-                process.kill()
-                process.wait()
     kinds = place.kinds.split(",")
     row: dict[str, Any] = {"where": place.name, "body": size, "void": False}
-    for kind in kinds:
-        row |= {f"{kind}_gb_s": median(figures[kind])}
-        # CPU seconds of both ends; more robust than wall time on a busy machine.
-        row |= {f"{kind}_cpu_s_gb": figures[f"{kind}_cpu"]}
+    row |= {f"{kind}_gb_s": median(figures[kind]) for kind in kinds}
     for figure, kind, other in RATIOS:
         if kind in kinds:
             row[figure] = median(mine / its for mine, its in zip(figures[kind], figures[other], strict=True))
     return row
-
-
-def _start(lab: Lab | None, host: int, argv: list[str], **pipes: Any) -> subprocess.Popen[str]:
-    env = {"PYTHONPATH": str(ROOT)}
-    if lab:
-        return lab.popen(host, argv, env=env, stdout=subprocess.PIPE, text=True, **pipes)
-    return subprocess.Popen(argv, env={**os.environ, **env}, stdout=subprocess.PIPE, text=True, **pipes)
 
 
 WORLD = 4
@@ -176,7 +165,7 @@ def server_throughput(quick: bool) -> tuple[dict[str, Any], dict[str, float]]:
                         cut_nbytes=4 * FLOATS)
     bodies = [_body(model, plan, rank) for rank in range(WORLD)]
     server = Summation(0, 1, dict(ops_of(plan, 0)), senders_of(plan, node_ranks(WORLD, 1)))
-    acc, gradient, threads = torch.rand(FLOATS), torch.rand(FLOATS), torch.get_num_threads()
+    acc, gradient = torch.rand(FLOATS), torch.rand(FLOATS)
     torch.set_num_threads(1)  # the server adds a bucket on one thread, too
     rates: list[float] = []
     streams: list[float] = []
@@ -194,7 +183,6 @@ def server_throughput(quick: bool) -> tuple[dict[str, Any], dict[str, float]]:
             acc.add_(gradient)
         rates.append((WORLD - 2) * 4 * FLOATS / (added - begin))
         streams.append((WORLD - 2) * 4 * FLOATS / (time.perf_counter() - again))
-    torch.set_num_threads(threads)
     ratio = median(mine / its for mine, its in zip(rates, streams, strict=True))
     row = {"where": "a server's sums", "body": "16 MiB", "server_gb_s": median(rates) / 1e9,
            "stream_gb_s": median(streams) / 1e9}
@@ -234,28 +222,28 @@ def dial(kind: str, transport: StreamTransport, address: tuple[str, int]) -> Non
         transport.dial(SERVER_BASE, address, deadline)
 
 
-def receive(args: argparse.Namespace) -> None:
+def receive(folder: str, address: str) -> dict[str, Any]:
     """Receives until standard input is closed. Prints the ports first."""
-    transports = transports_of(SERVER_BASE, args.keys)
-    plain = socket.create_server((args.address, 0))
+    transports = transports_of(SERVER_BASE, folder)
+    plain = socket.create_server((address, 0))
     threading.Thread(target=receive_plain, args=(plain,), daemon=True).start()
     for transport in transports.values():
         transport.arrived = functools.partial(acknowledge, transport)
-    ports = {kind: listen(kind, transport, args.address) for kind, transport in transports.items()}
+    ports = {kind: listen(kind, transport, address) for kind, transport in transports.items()}
     print(json.dumps({"socket": plain.getsockname()[1], **ports}), flush=True)
     sys.stdin.read()
+    return {}
 
 
 def acknowledge(transport: StreamTransport, message: Message) -> None:
-    """Acknowledges the last body of each burst, with the CPU time of this process so far."""
+    """Acknowledges the last body of each burst."""
     if message.header.bucket == 0:
-        spent = int(1e6 * time.process_time())
-        transport.send(0, Header(Kind.DATA, step=message.header.step, sender=SERVER_BASE, used=spent))
+        transport.send(0, Header(Kind.DATA, step=message.header.step, sender=SERVER_BASE))
     transport.pool.give(message.body)
 
 
 def receive_plain(plain: socket.socket) -> None:
-    """Receives bursts on the plain socket: a length, then that many bytes. Replies with the CPU time of this process."""
+    """Receives bursts on the plain socket: a length, then that many bytes. Replies with a byte."""
     connection, _ = plain.accept()
     room = bytearray(CHUNK_NBYTES)
     while head := connection.recv(LENGTH.size, socket.MSG_WAITALL):
@@ -264,69 +252,50 @@ def receive_plain(plain: socket.socket) -> None:
             if not (nbytes := connection.recv_into(room, min(left, CHUNK_NBYTES))):
                 return  # the sender disconnected during a burst
             left -= nbytes
-        connection.sendall(LENGTH.pack(int(1e6 * time.process_time())))
+        connection.sendall(b"!")
 
 
-def send(args: argparse.Namespace) -> None:
-    transports, ports, kinds = transports_of(0, args.keys), json.loads(args.ports), args.kinds.split(",")
+def send(folder: str, address: str, listening: str, body_nbytes: str, burst_nbytes: str, bursts: str, sending: str
+         ) -> dict[str, Any]:
+    """Sends bursts, in turn by each kind of `sending`. Rates in GB/s by kind."""
+    transports, ports, kinds = transports_of(0, folder), json.loads(listening), sending.split(",")
     replies = queue.SimpleQueue[Message]()
     for kind, transport in transports.items():
         transport.arrived = replies.put
-        dial(kind, transport, (args.address, ports[kind]))
-    plain = socket.create_connection((args.address, ports["socket"]))
-    body, count = bytes(args.body), args.burst // args.body
-    seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
-    spent: dict[str, float] = dict.fromkeys(kinds, 0.0)
-    peer_cpu_s = send_burst(transports["plain"], replies, body, 1, 0)[1]
-    for number in range(1, 2 + args.times):
+        dial(kind, transport, (address, ports[kind]))
+    plain = socket.create_connection((address, ports["socket"]))
+    body, count = bytes(int(body_nbytes)), int(burst_nbytes) // int(body_nbytes)
+    rates: dict[str, list[float]] = {kind: [] for kind in kinds}
+    for number in range(1, 2 + int(bursts)):
         for kind in kinds if number % 2 else reversed(kinds):
-            own_cpu_s = time.process_time()
+            begin = time.monotonic()
             if kind == "socket":
-                elapsed_s, after = send_plain_burst(plain, body, count)
+                send_plain_burst(plain, body, count)
             else:
-                elapsed_s, after = send_burst(transports[kind], replies, body, count, number)
+                send_burst(transports[kind], replies, body, count, number)
             if number > 1:  # the first burst of each warms up the buffers
-                seconds[kind].append(count * len(body) / elapsed_s / 1e9)
-                spent[kind] += time.process_time() - own_cpu_s + after - peer_cpu_s
-            peer_cpu_s = after
-    gb = args.times * count * len(body) / 1e9
-    figures: dict[str, Any] = {**seconds, **{f"{kind}_cpu": spent[kind] / gb for kind in kinds}}
-    print(json.dumps(figures), flush=True)
+                rates[kind].append(count * len(body) / (time.monotonic() - begin) / 1e9)
+    return rates
 
 
-def send_burst(transport: StreamTransport, replies: queue.SimpleQueue[Message], body: bytes, count: int, number: int
-               ) -> tuple[float, float]:
-    """Seconds until the peer acknowledges the burst, and the peer's CPU seconds so far."""
-    begin = time.monotonic()
+def send_burst(transport: StreamTransport, replies: queue.SimpleQueue[Message], body: bytes, count: int, number: int) -> None:
+    """Sends the bodies, and waits until the peer acknowledges the last one."""
     for bucket in reversed(range(count)):
         transport.send(SERVER_BASE, Header(Kind.DATA, step=number, bucket=bucket, order=count - bucket), body)
-    reply = replies.get(timeout=WAIT_S)
-    return time.monotonic() - begin, reply.header.used / 1e6
+    replies.get(timeout=WAIT_S)
 
 
-def send_plain_burst(plain: socket.socket, body: bytes, count: int) -> tuple[float, float]:
+def send_plain_burst(plain: socket.socket, body: bytes, count: int) -> None:
     """The same over the plain socket."""
-    begin = time.monotonic()
     plain.sendall(LENGTH.pack(count * len(body)))
     for _ in range(count):
         plain.sendall(body)
-    spent = LENGTH.unpack(plain.recv(LENGTH.size, socket.MSG_WAITALL))[0] / 1e6
-    return time.monotonic() - begin, spent
+    plain.recv(1)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.transport")
-    parser.add_argument("role", choices=["receive", "send"])
-    parser.add_argument("--keys", required=True)
-    parser.add_argument("--address", required=True)
-    parser.add_argument("--ports", default="{}")
-    parser.add_argument("--body", type=int, default=4 << 20)
-    parser.add_argument("--burst", type=int, default=64 << 20)
-    parser.add_argument("--times", type=int, default=9)
-    parser.add_argument("--kinds", default=",".join(KINDS), help="which of them send")
-    args = parser.parse_args()
-    {"receive": receive, "send": send}[args.role](args)
+def end(role: str, *arguments: str) -> dict[str, Any]:
+    return receive(*arguments) if role == "receive" else send(*arguments)
 
 
 if __name__ == "__main__":
-    main()
+    as_rank(end)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from msgspec import structs
@@ -27,7 +27,7 @@ from commlayer.engine.buckets.entries_sent import allot_entries
 from commlayer.engine.buckets.units import Units
 from commlayer.engine.model.model_tensors import job_of
 from commlayer.engine.sync.local_steps import OuterSteps, StepWeights
-from commlayer.engine.sync.norm_matching import Norms
+from commlayer.engine.worker.worker import Worker
 from commlayer.errors import InvalidInput
 from commlayer.observe.noise_scale import NoiseScale
 from commlayer.optim import OuterSGD, usual
@@ -36,8 +36,6 @@ from commlayer.records import Job, Plan, Record
 from commlayer.transport.protocol import Header, Kind, Message
 
 STEPS, LOOKS = 240, 30
-DRAWS = 64
-"""Number of batches whose gradients are compared at one point for the noise scale: its error is then about a tenth."""
 WARMUP = 20
 """Warm-up steps of the learning rate. It then stays constant: factors are read from the second half of a curve."""
 CUT_NBYTES = 1 << 16
@@ -108,40 +106,27 @@ def warm(step: int) -> float:
     return min(1.0, step / WARMUP)
 
 
-class Noise(NamedTuple):
-    """The gradient noise scale at one point, in batches of one worker."""
-
-    running: float
-    """From the gradients of the workers in the latest steps, as a job measures it; 0 in its first steps."""
-    direct: float
-    """From DRAWS further batches at the present weights."""
-
-
 def train(
     variant: Variant, make: Make, *, steps: int = STEPS, looks: int = LOOKS, rate: Callable[[int], float] = warm,
-    noise: list[Noise] | None = None,
+    noise: list[float] | None = None,
 ) -> list[float]:
     """Returns the validation loss at `looks` points; NaN after weights have become non-finite. `rate` gives a step's learning
-    rate as a fraction of the task's. `noise` receives the gradient noise scale at each point, if exact gradients are averaged.
-    Raises InvalidInput for a task that cannot be trained."""
+    rate as a fraction of the task's. `noise` receives the gradient noise scale at each point, in batches of one worker, if
+    exact gradients are averaged; 0 in the first steps. Raises InvalidInput for a task that cannot be trained."""
     task = make(variant.seed)
     if buffers := [info.name for info in job_of(task.model).tensors if info.buffer]:
         raise InvalidInput("E-USER-CODE",
                            f"task {variant.task}: its model has running statistics ({buffers[0]}), which virtual workers do "
                            "not average; take a model without, such as one with LayerNorm or GroupNorm")
     trainer = (_Local if variant.updates else _Averaged)(variant, task, make)
-    if noise is not None and isinstance(trainer, _Averaged) and variant.codec == variant.dense.codec:
-        trainer.noise = NoiseScale()
-    unseen = task.batches(variant.workers, variant.workers + 1) if noise is not None else iter(())
     feeds = [task.batches(rank, variant.workers) for rank in range(variant.workers)]
     curve: list[float] = []
     for step in range(1, steps + 1):
         trainer.step([_drawn(variant, feed, rank, step) for rank, feed in enumerate(feeds)], rate(step))
         if step * looks % steps < looks:
             curve.append(_validated(variant, task.validation(trainer.trained_model())))
-            if noise is not None and isinstance(trainer, _Averaged) and trainer.noise is not None:
-                draws = [_drawn(variant, unseen, variant.workers, step) for _ in range(DRAWS)]
-                noise.append(Noise(trainer.noise.known, trainer.noise_here(draws)))
+            if noise is not None and isinstance(trainer, _Averaged) and variant.codec == variant.dense.codec:
+                noise.append(trainer.noise.known)
             if not math.isfinite(curve[-1]):
                 return curve + [math.nan] * (looks - len(curve))
     return curve
@@ -179,20 +164,11 @@ def _loss(task: TrainingTask, variant: Variant, model: nn.Module, batch: Any) ->
     return loss
 
 
-class _Optimizer:
-    """A task's optimizer with learning-rate warm-up."""
-
-    def __init__(self, task: TrainingTask, model: nn.Module) -> None:
-        self._inner = task.optimizer(model)
-        self._rates = [group["lr"] for group in self._inner.param_groups]
-
-    def step(self, part: float) -> None:
-        for group, rate in zip(self._inner.param_groups, self._rates, strict=True):
-            group["lr"] = rate * part
-        self._inner.step()
-
-    def zero_grad(self) -> None:
-        self._inner.zero_grad()
+def _step(optimizer: torch.optim.Optimizer, part: float) -> None:
+    """A step at that part of the optimizer's learning rates."""
+    for group in optimizer.param_groups:
+        group["lr"] = group.setdefault("initial_lr", group["lr"]) * part
+    optimizer.step()
 
 
 def plan_of(variant: Variant, model: nn.Module) -> Plan:
@@ -209,35 +185,24 @@ class _Averaged:
     def __init__(self, variant: Variant, task: TrainingTask, make: Make) -> None:
         del make
         self._variant, self._task, self._model = variant, task, task.model
-        self._optimizer = _Optimizer(task, self._model)
+        self._optimizer = task.optimizer(self._model)
         self._workers = VirtualWorkers(job_of(self._model), plan_of(variant, self._model), variant.workers)
         self._late: list[torch.Tensor] | None = None
-        self.noise: NoiseScale | None = None
-        """The gradient noise scale, if it is wanted."""
+        self.noise = NoiseScale()
 
     def step(self, batches: Sequence[Sequence[Any]], part: float) -> None:
         """`batches`: of each worker."""
         parameters = list(self._model.parameters())
         gradients = [torch.autograd.grad(losses(self._task, self._variant, self._model, each), parameters) for each in batches]
         average = self._workers.average(gradients)[0]
-        if self.noise is not None and self._workers.world > 1:
+        if self._workers.world > 1:
             self.noise = self.noise.plus([_square(each) for each in gradients], _square(average))
         mean: list[torch.Tensor] | None = average
         if self._variant.late:
             mean, self._late = self._late, mean
         for i, parameter in enumerate(parameters):
             parameter.grad = None if mean is None else mean[i]
-        self._optimizer.step(part)
-
-    def noise_here(self, draws: Sequence[Sequence[Any]]) -> float:
-        """The noise scale at the present weights, from the gradients of these batches and their mean."""
-        squares, parameters = list[float](), list(self._model.parameters())
-        total = [torch.zeros_like(p) for p in parameters]
-        for batches in draws:
-            gradients = torch.autograd.grad(losses(self._task, self._variant, self._model, batches), parameters)
-            squares.append(_square(gradients))
-            total = [old + gradient for old, gradient in zip(total, gradients, strict=True)]
-        return NoiseScale().plus(squares, _square(total) / len(draws) ** 2).batches
+        _step(self._optimizer, part)
 
     def trained_model(self) -> nn.Module:
         return self._model
@@ -253,13 +218,14 @@ class _Local:
     def __init__(self, variant: Variant, task: TrainingTask, make: Make) -> None:
         self._variant, self._task = variant, task
         self._models = [make(variant.seed).model for _ in range(variant.workers)]
-        self._optimizers = [_Optimizer(task, model) for model in self._models]
+        self._optimizers = [task.optimizer(model) for model in self._models]
         plan = plan_of(variant, task.model)
         self._sums = _Sums(VirtualWorkers(job_of(task.model), plan, variant.workers), plan, variant.fragments)
+        self._ranks = [_Rank(self._sums, rank) for rank in range(variant.workers)]
         # Without overlap, an exchange is completed directly after its start.
         self._locals = [OuterSteps(list(model.parameters()), variant.every, outer_of(variant), StepWeights(1.0),
-                                   fragments=variant.fragments, overlap=True, norms=self._sums.norms_of(rank))
-                        for rank, model in enumerate(self._models)]
+                                   fragments=variant.fragments, overlap=True, norms=rank)
+                        for model, rank in zip(self._models, self._ranks, strict=True)]
 
     def step(self, batches: Sequence[Sequence[Any]], part: float) -> None:
         """`batches`: of each worker."""
@@ -267,13 +233,13 @@ class _Local:
             optimizer.zero_grad()
             losses(self._task, self._variant, model, mine).backward()
             local.count()
-            optimizer.step(part)
+            _step(optimizer, part)
         if self._locals[0].due:
-            for rank, local in enumerate(self._locals):
-                local.exchange(self._sums.worker(rank), [], 0.0)
+            for rank, local in zip(self._ranks, self._locals, strict=True):
+                local.exchange(cast(Worker, rank), [], 0.0)
             if not self._variant.overlap:
-                for rank, local in enumerate(self._locals):
-                    local.complete(self._sums.worker(rank), [], 0.0)
+                for rank, local in zip(self._ranks, self._locals, strict=True):
+                    local.complete(cast(Worker, rank), [], 0.0)
 
     def trained_model(self) -> nn.Module:
         """The mean of all workers' weights."""
@@ -285,53 +251,41 @@ class _Local:
 
 
 class _Sums:
-    """Stands in for engine.worker.Worker for all workers in one thread. A fragment is summed when the last worker has sent it.
-    """
+    """What all workers have sent. Norms and a fragment's changes are exchanged when the last worker has sent its own."""
 
     def __init__(self, virtual: VirtualWorkers, plan: Plan, fragments: int) -> None:
-        self._virtual = virtual
-        self._places = fragments_of(plan.buckets, fragments)
+        self.virtual, self._places = virtual, fragments_of(plan.buckets, fragments)
         self.fragments = [[plan.buckets[place] for place in places] for places in self._places]
-        self._given: dict[int, Mapping[int, torch.Tensor]] = {}
-        """Changes by rank, of the fragment being summed."""
-        self._mean: dict[int, torch.Tensor] = {}
+        self._changes: dict[int, Mapping[int, torch.Tensor]] = {}
+        """By rank, of the fragment being summed."""
+        self.mean: dict[int, torch.Tensor] = {}
         self._pending_norms: dict[int, tuple[float, float]] = {}
         self.norms: list[tuple[float, float]] = []
         """Weight and squared norm by rank, of the fragment being summed."""
 
-    def worker(self, rank: int) -> Any:
-        return _Rank(self, rank, self._virtual.world)
-
-    def norms_of(self, rank: int) -> Norms:
-        return _SharedNorms(self, rank)
-
     def add_norm(self, rank: int, weight: float, square: float) -> None:
         self._pending_norms[rank] = weight, square
-        if len(self._pending_norms) == self._virtual.world:
-            self.norms = [self._pending_norms.pop(each) for each in range(self._virtual.world)]
+        if len(self._pending_norms) == self.virtual.world:
+            self.norms = [self._pending_norms.pop(each) for each in range(self.virtual.world)]
 
-    def give(self, rank: int, changes: Mapping[int, torch.Tensor], fragment: int) -> None:
-        self._given[rank] = changes
-        if len(self._given) == self._virtual.world:
-            all_changes = [self._given.pop(each) for each in range(self._virtual.world)]
-            self._mean = {t: torch.empty_like(change) for t, change in changes.items()}
+    def add(self, rank: int, changes: Mapping[int, torch.Tensor], fragment: int) -> None:
+        self._changes[rank] = changes
+        if len(self._changes) == self.virtual.world:
+            all_changes = [self._changes.pop(each) for each in range(self.virtual.world)]
+            self.mean = {t: torch.empty_like(change) for t, change in changes.items()}
             for place in self._places[fragment]:
-                self._virtual.exchange(place, all_changes, self._mean)
+                self.virtual.exchange(place, all_changes, self.mean)
             if fragment == len(self.fragments) - 1:
-                self._virtual.end()
-
-    def write(self, targets: Sequence[torch.Tensor | None]) -> None:
-        for tensor, mean in self._mean.items():
-            target = targets[tensor]
-            assert target is not None
-            target.copy_(mean)
+                self.virtual.end()
 
 
-class _SharedNorms:
-    """The exchange of norms between workers, as one worker's OuterSteps sees it."""
+class _Rank:
+    """Stands in for engine.worker.Worker, and for the exchange of norms, of one worker, as its OuterSteps sees them."""
 
     def __init__(self, sums: _Sums, rank: int) -> None:
-        self._sums, self._rank = sums, rank
+        self._sums, self._rank, self.fragments = sums, rank, sums.fragments
+        self.units = Units(sums.virtual.world)  # all batches weigh the same
+        self.not_finite = -1
 
     def start(self, weight: float, square: float) -> None:
         self._sums.add_norm(self._rank, weight, square)
@@ -342,21 +296,15 @@ class _SharedNorms:
     def observe(self, rows: Sequence[Sequence[float]], square: float) -> None:
         """Virtual workers do not report the agreement of their changes."""
 
-
-class _Rank:
-    """One worker, as its OuterSteps sees it."""
-
-    def __init__(self, sums: _Sums, rank: int, world: int) -> None:
-        self._sums, self._rank, self.fragments = sums, rank, sums.fragments
-        self.units = Units(world)  # all batches weigh the same
-        self.not_finite = -1
-
     def send(self, changes: Mapping[int, torch.Tensor], fragment: int = 0) -> None:
-        self._sums.give(self._rank, changes, fragment)
+        self._sums.add(self._rank, changes, fragment)
 
     def write(self, targets: Sequence[torch.Tensor | None], fragment: int = 0) -> bool:
         del fragment  # only the last summed fragment is available
-        self._sums.write(targets)
+        for tensor, mean in self._sums.mean.items():
+            target = targets[tensor]
+            assert target is not None
+            target.copy_(mean)
         return True
 
     def has_weight(self, fragment: int) -> bool:
@@ -388,56 +336,44 @@ class VirtualWorkers:
         ]
         for of_worker in zip(*self._buckets, strict=True):
             allot_entries(of_worker)
-        self.received = 0
-        """Bytes of the last step's results."""
 
     def average(self, gradients: Sequence[Sequence[torch.Tensor]]) -> tuple[list[torch.Tensor], int]:
-        """Returns the mean of all workers' gradients, as each worker gets it, and the bytes in the busiest direction of a
-        worker.
+        """Returns the mean of all workers' gradients, as each worker gets it, and the bytes of one worker in the busier
+        direction.
 
         `gradients`: by worker, in the order of the job's tensors.
         """
         mean = [torch.empty_like(tensor) for tensor in gradients[0]]
-        upload_nbytes, download_nbytes = [0] * self.world, 0
-        for place in range(len(self._buckets)):
-            up, down = self.exchange(place, gradients, mean)
-            upload_nbytes, download_nbytes = [a + b for a, b in zip(upload_nbytes, up, strict=True)], download_nbytes + down
+        nbytes = [self.exchange(place, gradients, mean) for place in range(len(self._buckets))]
         self.end()
-        self.received = download_nbytes
-        return mean, max(download_nbytes, *upload_nbytes)
+        return mean, max(map(sum, zip(*nbytes, strict=True)))
 
-    def exchange(self, place: int, gradients: Sequence[Any], mean: Any) -> tuple[list[int], int]:
-        """One bucket's part of a step: writes its slices of `mean`. Returns the bytes that each worker sends, and that each
-        receives.
+    def exchange(self, place: int, gradients: Sequence[Any], mean: Any) -> tuple[int, int]:
+        """One bucket's part of a step: writes its slices of `mean`. Returns the bytes that worker 0 sends and receives.
 
         Gradients and mean are indexed by tensor number; only the bucket's own tensors are needed.
         """
         bucket = self._buckets[place]
-        upload_nbytes, download_nbytes, answers = [0] * self.world, 0, [memoryview(b"")] * self.world
+        sent_nbytes, received_nbytes, answers = 0, 0, [memoryview(b"")] * self.world
         for worker, own in zip(bucket, gradients, strict=True):
             worker.exchange = BucketExchange(self._step)
             worker.sources = [own[s.tensor].contiguous() for s in worker.slices]
             worker.gather(1.0, 1.0)
-        rounds = len(bucket[0].codec.rounds)
-        for r in range(rounds):
+        for r in range(len(bucket[0].codec.rounds)):
             replies: list[Reply] = []
             for rank, worker in enumerate(bucket):
-                body = worker.coder.payload[: worker.coder.next(r - 1, answers[rank])] if r else self.code(rank, worker)
-                upload_nbytes[rank] += len(body)
+                body = worker.coder.payload[: worker.coder.next(r - 1, answers[rank]) if r else worker.encode()]
+                sent_nbytes += 0 if rank else len(body)
                 header = Header(Kind.PUSH, 1, self._step, worker.id, round=r, codec=worker.codec.id, sender=rank, weight=1.0,
                                 used=worker.ledger.all_slices, total=float(self.world) if worker.in_means else 0.0)
                 replies += self._server.push(Message(rank, header, body), now=0.0)
             for reply in replies:
                 answers[reply.peer] = memoryview(reply.body)
-            download_nbytes += len(answers[0])
+            received_nbytes += len(answers[0])
         for worker, answer in zip(bucket, answers, strict=True):
             worker.decode(answer)
         bucket[0].commit(1.0 / self.world, [mean[s.tensor] for s in bucket[0].slices])
-        return upload_nbytes, download_nbytes
+        return sent_nbytes, received_nbytes
 
     def end(self) -> None:
         self._step += 1
-
-    def code(self, rank: int, worker: EncodedBucket) -> memoryview:
-        """Returns one bucket's payload; a hook for subclasses that measure payloads."""
-        return worker.coder.payload[: worker.encode()]

@@ -11,7 +11,7 @@ FOLDER = Path(__file__).resolve().parent
 sys.path.insert(0, str(FOLDER.parent))
 
 
-from bench.tta.store import Store, usual  # noqa: E402
+from bench.tta.store import usual  # noqa: E402
 from bench.tta.summary import Times, middle  # noqa: E402
 from commlayer import planner  # noqa: E402
 from commlayer.planner.data import tables  # noqa: E402
@@ -32,8 +32,7 @@ OTHERS = {"10m-80ms": "SparseLoCo-like H=15", "100m-30ms": "DeMo-like"}
 
 def loss() -> Figure:
     """Validation loss against seconds: a small GPT on four hosts."""
-    store = Store(FOLDER.parent / "bench" / "data" / "tta_runs.jsonl")
-    rows = middle(Times([row for row in usual(store.rows.values()) if row["task"] == "chars"]))
+    rows = middle(Times([row for row in usual() if row["task"] == "chars"]))
     figure = Figure(figsize=(9.6, 3.6), layout="constrained")
     panels = figure.subplots(1, 2, sharey=True)
     for panel, (link, title) in zip(panels, PANELS.items(), strict=True):

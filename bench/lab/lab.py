@@ -106,21 +106,9 @@ class Lab:
         self._children.append(child)
         return child
 
-    def set(
-        self,
-        host: int,
-        *,
-        up_bps: float | None = None,
-        down_bps: float | None = None,
-        delay_s: float | None = None,
-        queue_s: float | None = None,
-        loss: float | None = None,
-        cut: bool | None = None,
-    ) -> None:
-        """Changes the given values of the host's link from now on. A cut link also loses packets on their way to the host."""
-        values = {"up_bps": up_bps, "down_bps": down_bps, "delay_s": delay_s, "queue_s": queue_s, "loss": loss, "cut": cut}
-        changed: dict[str, Any] = {key: value for key, value in values.items() if value is not None}
-        link = _checked(self.links[host]._replace(**changed))
+    def set(self, host: int, **values: float) -> None:
+        """Changes the given fields of the host's link from now on. A cut link also loses packets on their way to the host."""
+        link = _checked(self.links[host]._replace(**values))  # type: ignore[arg-type]
         self._running().set(host, _words(link))
         self.links[host] = link
 
@@ -140,14 +128,8 @@ class Lab:
 
     def _end_children(self) -> None:
         for child in self._children:
-            if child.poll() is None:
-                child.terminate()
-        for child in self._children:
-            try:
-                child.wait(2)
-            except subprocess.TimeoutExpired:
-                child.kill()
-                child.wait()
+            child.kill()
+            child.wait()
 
     def _remove_namespaces(self) -> None:
         for name in self.names:

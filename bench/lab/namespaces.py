@@ -43,20 +43,15 @@ def require() -> None:
 
 def take_lock(deadline_s: float) -> IO[str]:
     """Takes the machine-wide lock: two labs at once would distort each other's measurements. Release it with drop_lock."""
+    from commlayer.files import try_lock  # here, since rivals' environments lack commlayer
+
     path = Path(tempfile.gettempdir()) / "commlab.lock"
     lock = open(path, "a+")  # noqa: SIM115 - it stays open as long as the lab does
-    until = time.monotonic() + deadline_s
-    while True:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
-        except BlockingIOError:
-            if time.monotonic() > until:
-                lock.seek(0)
-                holder = lock.read().strip() or "unknown"
-                lock.close()
-                raise LabUnavailable(f"another lab (process {holder}) has held {path} for {deadline_s:g} s") from None
-            time.sleep(0.05)
+    if not try_lock(lock.fileno(), deadline_s):
+        lock.seek(0)
+        holder = lock.read().strip() or "unknown"
+        lock.close()
+        raise LabUnavailable(f"another lab (process {holder}) has held {path} for {deadline_s:g} s")
     lock.truncate(0)
     lock.write(str(os.getpid()))
     lock.flush()

@@ -55,10 +55,6 @@ class Router:
             self.close()
             raise
 
-    @property
-    def pid(self) -> int:
-        return self._child.pid
-
     def set(self, host: int, values: dict[str, float]) -> None:
         """Changes a link from now on; packets already queued keep their times."""
         line = " ".join(f"{key} {float(value)!r}" for key, value in values.items())

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import sys
+import math
 from collections.abc import Iterable
+from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
@@ -18,7 +19,6 @@ from msgspec import structs
 
 from bench import report
 from bench.learning import campaign, factors
-from bench.learning.store import Run, Store
 from bench.learning.training import train
 from bench.virtual_training import Variant
 
@@ -29,19 +29,22 @@ MARKED_STEPS = 24
 def run(quick: bool) -> report.Result:
     """Runs the missing trainings. A row per configuration, with factors of the median task and cautious ones."""
     torch.set_num_threads(1)
-    store = Store(STORE)
-    try:
-        measure(campaign.quick() if quick else campaign.campaign(), store)
-    except KeyboardInterrupt:
-        print("bench: stopped; what is measured stays, and the same command goes on from there", file=sys.stderr)
+    store = trainings(STORE)
+    measure(campaign.quick() if quick else campaign.campaign(), store)
     return result_of(store)
 
 
-def measure(variants: Iterable[Variant], store: Store) -> None:
-    """Runs the trainings that the store lacks."""
+def trainings(path: Path) -> report.Store:
+    """Finished trainings by configuration: the mark and the validation losses of each, which are null once they are NaN."""
+    return report.Store(path, lambda row: Variant(**row["way"]))
+
+
+def measure(variants: Iterable[Variant], store: report.Store) -> None:
+    """Runs the trainings that the store lacks, or that have another mark."""
     for variant in variants:
-        if not store.has(variant, mark(variant)):
-            store.add(variant, Run(mark(variant), tuple(train(variant))))
+        if store.rows.get(variant, {}).get("mark") != (current := mark(variant)):
+            curve = [float(f"{loss:.5g}") if math.isfinite(loss) else None for loss in train(variant)]
+            store.add({"way": structs.asdict(variant), "mark": current, "curve": curve})
 
 
 def mark(variant: Variant) -> str:
@@ -57,12 +60,13 @@ def _outcome(variant: Variant) -> str:
     return " ".join(f"{loss:.5g}" for loss in train(variant, steps=max(MARKED_STEPS, 2 * variant.every), looks=2))
 
 
-def valid_curves(store: Store) -> dict[Variant, tuple[float, ...]]:
+def valid_curves(store: report.Store) -> dict[Variant, tuple[float, ...]]:
     """Loss curves whose mark matches the current code."""
-    return {variant: one.curve for variant, one in store.runs.items() if one.mark == mark(variant)}
+    return {variant: tuple(math.nan if loss is None else loss for loss in row["curve"])
+            for variant, row in store.rows.items() if row["mark"] == mark(variant)}
 
 
-def result_of(store: Store) -> report.Result:
+def result_of(store: report.Store) -> report.Result:
     curves = valid_curves(store)
     cost_by_variant = factors.costs(curves)
     rows = factors.shared_rows(cost_by_variant)
@@ -72,7 +76,7 @@ def result_of(store: Store) -> report.Result:
         "tasks": len({variant.task for variant in cost_by_variant}),
         "combinations": len([row for row in rows if row.workers == 0]),
         "runs": len(curves),
-        "outdated_runs": len(store.runs) - len(curves),
+        "outdated_runs": len(store.rows) - len(curves),
         "alone_steps_p50": median(by_itself) if by_itself else 0.0,
     }
     if held_out:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from msgspec import structs
-
 from bench.learning.tasks import TASKS
 from bench.virtual_training import Variant
 
@@ -37,8 +35,6 @@ LONG: tuple[dict[str, Any], ...] = tuple({"codec": INT4, "every": n} | how for n
 COARSE: tuple[dict[str, Any], ...] = tuple({"codec": TOP(ratio), "every": n} | how
                                            for n in (16, 64) for ratio in (0.1, 0.01) for how in (ROUND, DENSE))
 """Strong compression and long outer steps, for the slowest links."""
-OUTER: tuple[dict[str, Any], ...] = tuple({"codec": INT4, "every": n, "outer": "diloco"} | how for n, how in (
-    (32, DENSE), (16, DENSE), (64, DENSE), (32, ROUND), (4, DENSE)))
 SECOND: tuple[dict[str, Any], ...] = (
     {"every": 4},
     {"codes": "updates"},
@@ -59,8 +55,6 @@ SECOND: tuple[dict[str, Any], ...] = (
     {"codec": TOP(0.01), "every": 4, "overlap": "round"},
     {"every": 4, "overlap": "round"},
     {"codec": INT4, "codes": "updates", "overlap": "round"},
-    {"codec": TOP(0.01), "ratio_over": "plan"},
-    {"codec": TOP(0.01), "codes": "updates", "ratio_over": "plan"},
     {"codec": "qsgd()"},
     {"codec": "bf16()"},
     {"codec": "randomk(ratio=0.1)"},
@@ -75,9 +69,6 @@ CROWDS: tuple[dict[str, Any], ...] = (
     {"codec": TOP(0.01), "codes": "updates"},
 )
 """Also measured with 2 and 8 workers."""
-LARGER: tuple[dict[str, Any], ...] = tuple(variant | {"batches": times} for times in (4, 16) for variant in (
-    *CROWDS, {"codec": INT4, "every": 16}))
-"""Configurations with 4 and 16 times the batch per worker."""
 ALONE: dict[str, Any] = {"workers": 1}
 """One worker without the others: the baseline that distributed training must beat."""
 SEEDS = 3
@@ -87,21 +78,11 @@ def campaign() -> Iterator[Variant]:
     yield from _everywhere((*FIRST, ALONE), 0)
     yield from _everywhere(LONG, 0)
     yield from _everywhere(COARSE, 0)
-    yield from _everywhere(OUTER, 0)
     yield from _everywhere(SECOND, 0)
     yield from _everywhere(FIRST, 1)
     yield from _everywhere(tuple(variant | {"workers": n} for n in (8, 2) for variant in CROWDS), 0)
-    yield from rates()
-    yield from _everywhere(LARGER, 0)
     for seed in range(1, SEEDS):
-        yield from _everywhere((*FIRST, ALONE, *LONG, *COARSE, *OUTER, *SECOND), seed)
-
-
-def rates() -> Iterator[Variant]:
-    """Dense training at half and at double the learning rate."""
-    for variant in _everywhere((DENSE,), 0):
-        rate = TASKS[variant.task](variant.seed).rates[variant.optimizer]
-        yield from (structs.replace(variant, rate=rate * factor) for factor in (0.5, 2.0))
+        yield from _everywhere((*FIRST, ALONE, *LONG, *COARSE, *SECOND), seed)
 
 
 def quick() -> Iterator[Variant]:

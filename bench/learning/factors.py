@@ -46,12 +46,8 @@ def cost(curve: Curve, dense: Curve) -> Cost:
         return Cost(MOST, MOST)
     mine, best = smooth(curve), smooth(dense)
     late = range(len(dense) // 2, len(dense))
-    return Cost(_over(mine, best, late), min(MOST, mine[-1] / best[-1] - 1))
-
-
-def _over(mine: Curve, dense: Curve, looks: range) -> float:
-    """The factor at these points, relative to that of dense training against itself."""
-    return min(MOST, _factor(mine, dense, looks) / _factor(dense, dense, looks))
+    steps = min(MOST, _factor(mine, best, late) / _factor(best, best, late))
+    return Cost(steps, min(MOST, mine[-1] / best[-1] - 1))
 
 
 def _factor(mine: Curve, dense: Curve, looks: range) -> float:
@@ -130,6 +126,16 @@ def key_of(variant: Variant) -> _Key:
     return variant.optimizer, codes, variant.codec, variant.every, variant.overlap, variant.late
 
 
+def label(one: Variant | LearningRow) -> str:
+    """The sync mode and codec, in words."""
+    if one.workers == ALONE:
+        return "one worker alone"
+    words = [one.codec, "updates" if one.codes == "updates" and one.every == 1 else "",
+             f"{one.every} local steps" if one.every > 1 else "", "overlapped" if one.overlap else "",
+             "one step late" if one.late else ""]
+    return ", ".join(filter(None, words))
+
+
 def has_row(variant: Variant) -> bool:
     """Whether rows can express the configuration."""
     return variant.ratio_over == "bucket" and variant.fragments == 1 and not variant.outer and variant.batches == 1
@@ -169,7 +175,6 @@ class HeldOutPrediction(NamedTuple):
 
     task: str
     optimizer: str
-    variants: int
     rank_correlation: float
     error: float
     """The median of |predicted - measured| / measured over the factors."""
@@ -195,7 +200,7 @@ def held_out(costs: Mapping[Variant, Cost]) -> list[HeldOutPrediction]:
             measured = list(mine.values())
             errors = [abs(g - m) / m for g, m in zip(guessed, measured, strict=True)]
             covered = fmean(m <= high for m, high in zip(measured, cautious, strict=True))
-            predictions.append(HeldOutPrediction(task, optimizer, len(mine), _rank(guessed, measured), median(errors),
+            predictions.append(HeldOutPrediction(task, optimizer, _rank(guessed, measured), median(errors),
                                  _rank(cautious, measured), covered))
     return predictions
 

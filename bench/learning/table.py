@@ -16,28 +16,25 @@ import torch
 
 from bench import Unmeasurable, learning, report
 from bench.learning import factors
-from bench.learning.factors import HeldOutPrediction
-from bench.learning.store import Store
+from bench.learning.factors import HeldOutPrediction, label
 from bench.learning.tasks import TASKS
-from commlayer.files import between, write_whole
+from commlayer.files import write_whole
 from commlayer.planner.convergence import ALONE, LearningRow
 from commlayer.planner.data.tables import SHIPPED, LearningTable, Provenance, encoded_table, read_table
 
-PAGE = report.ROOT / "docs" / "benchmarks.md"
-BEGIN, END = "<!-- learning: begin -->", "<!-- learning: end -->"
 OPTIMIZERS = {"adam": "AdamW", "sgd": "SGD with momentum"}
 
 
-def table(store: Store, date: str) -> LearningTable:
+def table(store: report.Store, date: str) -> LearningTable:
     """The table, from the results that are valid for the current code."""
     curves = learning.valid_curves(store)
     costs = factors.costs(curves)
     rows = factors.shared_rows(costs)
     rows += factors.alone_rows(curves, least_tasks=factors.LEAST_TASKS)
     if not rows:
-        raise Unmeasurable(f"{store.path} has no combination that was measured on {factors.LEAST_TASKS} tasks: "
+        raise Unmeasurable(f"{learning.STORE} has no combination that was measured on {factors.LEAST_TASKS} tasks: "
                            "run python -m bench learning first")
-    marks = sorted({store.runs[variant].mark for variant in curves})
+    marks = sorted({store.rows[variant]["mark"] for variant in curves})
     return LearningTable(Provenance(
         date=date, command="python -m bench learning; python -m bench.learning.table", runs=len(curves),
         tasks=tuple(sorted({variant.task for variant in curves})), torch=str(torch.__version__),
@@ -63,7 +60,7 @@ def page(text: str, table: LearningTable) -> str:
     lines = [f"Of {source.runs} trainings of {len(source.tasks)} tasks, {source.date}, torch {source.torch}. Median error on a "
              f"task that was left out: {left_out}.", "",
              *report.markdown("mode|AdamW:|cautious:|loss:|SGD with momentum:|cautious:|loss:", cells)]
-    return between(text, BEGIN, END, "\n".join(lines))
+    return report.renewed(text, "learning", "\n".join(lines))
 
 
 def _place(row: LearningRow) -> tuple[Any, ...]:
@@ -75,23 +72,16 @@ def _factors(row: LearningRow | None) -> tuple[str, str, str]:
 
 
 def mode(row: LearningRow) -> str:
-    if row.workers == ALONE:
-        return "one worker alone"
-    words = [f"`{row.codec}`", "updates" if row.codes == "updates" and row.every == 1 else "",
-             f"{row.every} local steps" if row.every > 1 else "", "overlapped" if row.overlap else "",
-             "one step late" if row.late else ""]
-    return ", ".join(filter(None, words))
+    return label(row).replace(row.codec, f"`{row.codec}`")
 
 
 def main(argv: Sequence[str]) -> int:
     torch.set_num_threads(1)
-    try:
-        shipped = read_table(SHIPPED) if "--page" in argv else table(Store(learning.STORE), datetime.date.today().isoformat())
-    except Unmeasurable as reason:
-        print(f"bench.learning.table: {reason}", file=sys.stderr)
-        return 2
-    write_whole({SHIPPED: SHIPPED.read_bytes() if "--page" in argv else encoded_table(shipped),
-                 PAGE: page(PAGE.read_text("utf-8"), shipped).encode()})
+    if "--page" not in argv:
+        measured = table(learning.trainings(learning.STORE), datetime.date.today().isoformat())
+        write_whole({SHIPPED: encoded_table(measured)})
+    shipped = read_table(SHIPPED)
+    write_whole({report.PAGE: page(report.PAGE.read_text("utf-8"), shipped).encode()})
     print(f"{SHIPPED.relative_to(report.ROOT)}: {len(shipped.rows)} rows of {shipped.provenance.runs} trainings")
     return 0
 

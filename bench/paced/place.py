@@ -12,6 +12,10 @@ from torch import nn
 
 from bench.tasks import Batch
 
+STEPS = "steps"
+"""A file in the folder of a run: the steps of each rank so far, and the last step, 0 while it is not known. The ranks of a run
+share a machine, and map it into their memory."""
+
 
 class Place(NamedTuple):
     """A rank's position in the run."""

@@ -14,16 +14,17 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from bench.lab import Lab, sound
-from bench.paced.watch import Watch
+from bench.paced.place import STEPS
 from bench.ranks import launch_hosts
 from bench.tasks import TASKS, Task
 
 Curve = Sequence[tuple[int, float, float]]
 """(steps, seconds, validation loss) at the evaluation points, in order."""
-REPORTED = ("decisions", "plan", "exposed_s", "exchanges", "seconds")
+REPORTED = ("decisions", "exposed_s", "exchanges", "seconds")
 OVERHEAD_S = 180.0
 """Time for starting and ending, including one slow step."""
 LATE_PCT = 5.0
@@ -39,10 +40,6 @@ class Run(NamedTuple):
     steps: int
     late_pct: float
     """Percentage of passes whose real compute exceeded their pace."""
-    cpu_s: float
-    """CPU seconds of all processes of all hosts, including start-up."""
-    peak_mb: float
-    """Peak memory of the host that used most."""
     up_kb: float = 0.0
     """Uploaded kB per step of the busiest host by the lab's counters, including start-up."""
     down_kb: float = 0.0
@@ -58,25 +55,24 @@ def run_training(
 ) -> Run:
     """Runs one training. `training`: task, system, seed and slow, as in bench.paced.worker. `during` runs in a thread from the
     time rank 0 starts training until the event that it gets is set. Raises RankFailed if a rank fails."""
-    watch, over = Watch(), threading.Event()
+    over = threading.Event()
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        stack.callback(watch.end)
+        np.zeros(ranks + 1, np.int64).tofile(folder / STEPS)
         if during:
             beside = threading.Thread(target=_when_begun, args=(folder / "began.0", during, over))
             beside.start()
             stack.callback(beside.join)
         stack.callback(over.set)
         before = lab.counters() if lab else None
-        argv = [python, "-m", "bench.paced.worker", json.dumps(training), "--seconds", str(seconds), "--out", str(folder)]
-        rows = launch_hosts(lab, ranks, argv, deadline_s=2 * seconds + OVERHEAD_S, watch=watch)
+        argv = [python, "-m", "bench.paced.worker", json.dumps(training), str(seconds), str(folder)]
+        rows = launch_hosts(lab, ranks, argv, deadline_s=2 * seconds + OVERHEAD_S)
         over.set()
         after = lab.counters() if lab else None
         curve = _curve(TASKS[training["task"]](), folder, rows, training)
     steps = min(answer["steps"] for answer in rows)
     late, passes = (sum(answer[key] for answer in rows) for key in ("late", "passes"))
     run = Run(curve, _s_per_step(curve, rows), steps, 100 * late / max(1, passes),
-              watch.cpu_s, max(watch.peak_nbytes.values(), default=0) / 1e6,
               reported={key: rows[0][key] for key in REPORTED if key in rows[0]})
     if before is None or after is None:
         return run
@@ -84,13 +80,8 @@ def run_training(
                         down_kb=_most(before, after, "received_nbytes") / steps / 1e3, sound=sound(before, after))
 
 
-def at(curve: Curve, seconds: float) -> float:
-    """The loss at that time, interpolated linearly; after the last evaluation, the last loss."""
-    return _between([(s, loss) for _, s, loss in curve], seconds)
-
-
 def at_step(curve: Curve, step: float) -> float:
-    """The loss after that number of steps, interpolated in the same manner."""
+    """The loss after that number of steps, interpolated linearly; after the last evaluation, the last loss."""
     return _between([(float(n), loss) for n, _, loss in curve], step)
 
 

@@ -69,27 +69,15 @@ def torchft_diloco(
     return TrainingSystem(model, inner, end)
 
 
-def hivemind_sync(place: Place, model: nn.Module, task: Task, steps: int = 1) -> TrainingSystem:
-    """Like hivemind's guide for slow networks: an optimizer step per target batch of all peers, averaged with 16 bits in the
-    background, one step stale. `steps`: number of a rank's own steps per optimizer step."""
+def hivemind(place: Place, model: nn.Module, task: Task, steps: int, *, local: bool) -> TrainingSystem:
+    """hivemind's Optimizer, averaged in 16 bits in the background. `local`: peers step by themselves, and weights are averaged
+    every `steps` steps. Otherwise like its guide for slow networks: one step stale, an optimizer step per target batch of all
+    peers, for which a rank takes `steps` steps of its own."""
     import hivemind  # type: ignore[import-not-found, unused-ignore]
 
     half = hivemind.compression.Float16Compression()
-    return _peer(place, model, task, steps, optimizer=lambda params: task.optimizer(params), params=model.parameters(),
-                 offload_optimizer=True, delay_optimizer_step=True, delay_grad_averaging=True, grad_compression=half,
-                 state_averaging_compression=half)
-
-
-def hivemind_local(place: Place, model: nn.Module, task: Task, steps: int) -> TrainingSystem:
-    """hivemind with local updates: peers step by themselves; weights are averaged in the background every `steps` steps."""
-    import hivemind  # type: ignore[import-not-found, unused-ignore]
-
-    return _peer(place, model, task, steps, optimizer=lambda params: task.optimizer(params), params=model.parameters(),
-                 use_local_updates=True, state_averaging_compression=hivemind.compression.Float16Compression())
-
-
-def _peer(place: Place, model: nn.Module, task: Task, steps: int, **options: Any) -> TrainingSystem:
-    import hivemind
+    options: dict[str, Any] = {"use_local_updates": True} if local else {
+        "offload_optimizer": True, "delay_optimizer_step": True, "delay_grad_averaging": True, "grad_compression": half}
 
     def peers(initial: list[str]) -> Any:
         return hivemind.DHT(host_maddrs=[f"/ip4/{place.address}/tcp/0"], initial_peers=initial, start=True)
@@ -101,7 +89,8 @@ def _peer(place: Place, model: nn.Module, task: Task, steps: int, **options: Any
         dht = peers(shared_text(place, "peers").split())
     optimizer = hivemind.Optimizer(
         dht=dht, run_id="tta", batch_size_per_step=place.samples, target_batch_size=place.samples * place.ranks * steps,
-        matchmaking_time=3.0, averaging_timeout=60.0, **options,
+        matchmaking_time=3.0, averaging_timeout=60.0, params=model.parameters(), optimizer=task.optimizer,
+        state_averaging_compression=half, **options,
     )
     # Start only when all peers are there: averaging would otherwise begin with fewer.
     shared_text(place, f"here.{place.rank}", "")

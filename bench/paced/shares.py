@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, default_collate
 
 from bench.paced.place import Place
 from bench.tasks import Batch, Task
@@ -22,31 +21,24 @@ STEPS = 10_000
 """More steps than any run takes, so that no epoch ends."""
 
 
-class Samples(Dataset[Batch]):
-    """The samples of all ranks and steps in one sequence, indexed by number."""
-
-    def __init__(self, task: Task, place: Place) -> None:
-        self._samples, self.batch = place.samples, place.ranks * place.samples
-        self._of = lru_cache(maxsize=place.ranks)(lambda rank, step: task.batch(rank, step, place.seed))
-
-    def __len__(self) -> int:
-        return STEPS * self.batch
-
-    def __getitem__(self, number: int) -> Batch:
-        step, at = divmod(number, self.batch)
-        rank, which = divmod(at, self._samples)
-        x, y = self._of(rank, step)
-        return x[which], y[which]
-
-
 def shared_batches(place: Place, task: Task, session: Session) -> Iterator[Batch]:
-    """This rank's batches: equal shares at first, later shares by measured step times."""
+    """This rank's batches: equal shares at first, later shares by measured step times. The samples of all ranks and steps are
+    one sequence, in which a sample is a number."""
     import commlayer
     from commlayer.balance import Sampler
 
-    samples = Samples(task, place)
-    sampler = Sampler(samples, samples.batch, rank=place.rank, world=place.ranks, shuffle=False)
+    size = place.ranks * place.samples
+    batch_of = lru_cache(maxsize=place.ranks)(task.batch)
+
+    def sample(number: int) -> Batch:
+        step, at = divmod(number, size)
+        rank, which = divmod(at, place.samples)
+        x, y = batch_of(rank, step, place.seed)
+        return x[which], y[which]
+
+    numbers = range(STEPS * size)
+    sampler = Sampler(numbers, size, rank=place.rank, world=place.ranks, shuffle=False)
     controller = commlayer.LoadBalancer(session, sampler)
-    for x, y in controller.follow(DataLoader(samples, batch_sampler=sampler)):
-        assert isinstance(x, torch.Tensor)
-        yield x, y
+    loader: DataLoader[Any] = DataLoader(numbers, batch_sampler=sampler,  # type: ignore[arg-type]
+                                         collate_fn=lambda own: default_collate([sample(number) for number in own]))
+    yield from controller.follow(loader)

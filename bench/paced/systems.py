@@ -6,9 +6,7 @@ and the rivals are imported only where they are used.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,12 +17,11 @@ from torch.nn.parallel import DistributedDataParallel
 from bench.paced.demo import DeMo
 from bench.paced.place import Place, TrainingSystem
 from bench.paced.sparseloco import SparseLoCo
+from bench.ranks import DEADLINE, host_config
 from bench.tasks import Task
 
 if TYPE_CHECKING:  # rivals train in environments without commlayer
-    from commlayer.records import Plan
-
-DEADLINE = timedelta(seconds=120)
+    pass
 
 
 def start_system(system: dict[str, Any], place: Place, model: nn.Module, task: Task) -> TrainingSystem:
@@ -94,7 +91,6 @@ def commlayer_attach(
     the samples."""
     import commlayer
     from bench.paced.shares import shared_batches
-    from bench.worker import host_config
 
     init_group()
     if local is not None:
@@ -104,26 +100,11 @@ def commlayer_attach(
 
     def end() -> dict[str, Any]:
         stats = session.metrics()
-        report = {"sent_nbytes": stats["sent_nbytes"], "exposed_s": stats["exposed_s"],
-                  "decisions": session.inspect.decisions(), "plan": describe(session.inspect.plan)}
+        report = {"exposed_s": stats["exposed_s"], "decisions": session.inspect.decisions()}
         session.close()
         return report
 
     return TrainingSystem(model, optimizer, end, shared_batches(place, task, session) if shares else None)
-
-
-def describe(plan: Plan | None) -> str:
-    """A short description of a plan: its sync mode, and the number of elements by codec and path."""
-    if plan is None:
-        return ""
-    exchanges = Counter[str]()
-    for bucket in plan.buckets:
-        late = ", late" if bucket.stale else ""
-        exchanges[f"{bucket.codec}{f' down {bucket.down}' if bucket.down else ''} over {bucket.path}{late}"] += sum(
-            part.stop - part.start for part in bucket.slices)
-    steps = f"{plan.local_steps} local steps of {plan.codes}, " if plan.local_steps > 1 else ""
-    overlap = f"overlap={plan.overlap}, " if plan.overlap else ""
-    return f"{steps}{overlap}{len(plan.buckets)} buckets: " + "; ".join(f"{n} {how}" for how, n in exchanges.most_common())
 
 
 def init_group() -> None:
@@ -146,5 +127,5 @@ KINDS: dict[str, Callable[..., TrainingSystem]] = {
     "alone": alone, "together": alone, "ddp": ddp, "post_local_sgd": post_local_sgd, "demo": demo, "sparseloco": sparseloco,
     "commlayer": commlayer_attach,
 }
-RIVALS = ("torchft_diloco", "hivemind_sync", "hivemind_local")
+RIVALS = ("torchft_diloco", "hivemind")
 """Kinds in bench/paced/rivals.py, each of which runs in its own environment."""

@@ -113,14 +113,9 @@ def result(measured: Sequence[Runs], seconds: float, scale: float) -> Result:
             recovered = figures.recoveries(record, figures.usual_s(runs.calm))
             kept = 0.0 if record.failed else figures.steps_per_s(record) / calm
             batches = figures.batches_per_s(record) / figures.batches_per_s(runs.calm)
-            phases, lost = figures.phases_s(record), figures.lost_shares(record, runs.homes)
             rows.append({
                 "system": runs.system, "homes": runs.homes, "mode": MODES[runs.mode], "faults/h": rate,
                 "faults": figures.faults(record), "kept": kept, "batches kept": batches,
-                "batches used": figures.used_batches_per_s(record) / figures.used_batches_per_s(runs.calm),
-                "lost to": ", ".join(f"{phase} {share:.1%}" for phase, share in lost.items()),
-                "away p50 s": _known(figures.away_s(record)),
-                "phases p50 s": ", ".join(f"{phase} {seconds:.2f}" for phase, seconds in phases.items()),
                 "s to loss": _known(figures.seconds_to(record, target)), "loss": target,
                 "recovery p50 s": _known(figures.percentile(recovered, 0.5)),
                 "p95 s": _known(figures.percentile(recovered, 0.95)), "errors": len(record.errors), "void": void})

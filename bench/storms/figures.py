@@ -9,8 +9,10 @@ from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
 
+import numpy as np
+
 from bench.storms.reports import Stepped
-from bench.storms.storm import KILL, KINDS, PHASES, Record
+from bench.storms.storm import KILL, KINDS, Record
 
 SMOOTHED_S = 2.0
 """A loss is the mean of all homes' training losses within this time before."""
@@ -26,22 +28,6 @@ def batches_per_s(record: Record) -> float:
     """Batches of all homes."""
     within = [step for step in _all(record) if record.begin_s < step.at_s <= record.end_s]
     return len(within) / (record.end_s - record.begin_s)
-
-
-def used_batches_per_s(record: Record) -> float:
-    """Those batches whose changes the job has received: after them their home took part in the next exchange."""
-    used = [at_s for steps in record.steps.values() for at_s in _used(steps, record.end_s)]
-    return sum(record.begin_s < at_s <= record.end_s for at_s in used) / (record.end_s - record.begin_s)
-
-
-def _used(steps: Sequence[Stepped], end_s: float) -> list[float]:
-    used, waiting, exchanges = list[float](), list[float](), steps[0].exchanges
-    for step in steps:
-        waiting.append(step.at_s)
-        if step.exchanges != exchanges:  # a home that missed an exchange received the job's weights instead
-            used += waiting if step.exchanges == exchanges + 1 else []
-            waiting, exchanges = [], step.exchanges
-    return used + waiting if steps[-1].at_s >= end_s else used
 
 
 def _newest(record: Record, now: float) -> int:
@@ -62,15 +48,11 @@ def loss_at(record: Record, seconds: float) -> float:
 def seconds_to(record: Record, loss: float) -> float:
     """When this loss is reached; infinite if it is not."""
     steps = [step for step in _all(record) if step.at_s > record.begin_s]
-    times, total, first = [step.at_s for step in steps], 0.0, 0
-    for at, step in enumerate(steps):
-        total += step.loss
-        oldest = bisect.bisect_right(times, step.at_s - SMOOTHED_S)
-        total -= sum(old.loss for old in steps[first:oldest])
-        first = oldest
-        if step.at_s - record.begin_s >= SMOOTHED_S and total / (at + 1 - first) <= loss:
-            return step.at_s - record.begin_s
-    return math.inf
+    times, sums = np.array([step.at_s for step in steps]), np.cumsum([0.0, *(step.loss for step in steps)])
+    first = np.searchsorted(times, times - SMOOTHED_S, side="right")
+    means = (sums[1:] - sums[first]) / (np.arange(len(steps)) + 1 - first)
+    reached = times[(times >= record.begin_s + SMOOTHED_S) & (means <= loss)] - record.begin_s
+    return float(reached[0]) if len(reached) else math.inf
 
 
 def exchange_times(steps: Sequence[Stepped]) -> list[float]:
@@ -106,29 +88,6 @@ def _late_s(times: Sequence[float], decisions: Sequence[float], interval_s: floa
         return None
     last = max(decided for decided in decisions if decided <= times[at])
     return max(0.0, times[at] - max(last, times[at - 1] + interval_s))
-
-
-def away_s(record: Record) -> float:
-    """Median seconds from a fault until its home trained again."""
-    return percentile([sum(absence.seconds.values()) for absence in record.absences], 0.5)
-
-
-def phases_s(record: Record) -> dict[str, float]:
-    """Median seconds of each phase, over the homes that passed it."""
-    passed = {phase: [one.seconds[phase] for one in record.absences if phase in one.seconds] for phase in PHASES}
-    return {phase: percentile(seconds, 0.5) for phase, seconds in passed.items() if seconds}
-
-
-def lost_shares(record: Record, homes: int) -> dict[str, float]:
-    """The share of all homes' time that homes spent in each phase."""
-    lost = dict.fromkeys(PHASES, 0.0)
-    for absence in record.absences:
-        begin_s = absence.at_s
-        for phase, seconds in absence.seconds.items():
-            lost[phase] += max(0.0, min(begin_s + seconds, record.end_s) - begin_s)
-            begin_s += seconds
-    whole = homes * (record.end_s - record.begin_s)
-    return {phase: seconds / whole for phase, seconds in lost.items() if seconds}
 
 
 def percentile(values: Sequence[float], share: float) -> float:

@@ -102,17 +102,10 @@ class Job:
 
     def removals(self) -> list[tuple[float, str]]:
         """When the coordinator decided that a worker is no longer a member, and its name."""
-        return self._events("dead", "left")
-
-    def registrations(self) -> list[tuple[float, str]]:
-        """When a worker registered at the coordinator, and its name."""
-        return self._events("joined")
-
-    def _events(self, *states: str) -> list[tuple[float, str]]:
         file = self.folder / "events.jsonl"
         events = [json.loads(text) for text in file.read_text().splitlines()] if file.exists() else []
         return [(event["time"], event["member"]) for event in events
-                if event["event"] == "member" and event["rank"] == -1 and event["state"] in states]
+                if event["event"] == "member" and event["rank"] == -1 and event["state"] in ("dead", "left")]
 
     def log(self) -> str:
         return "\n".join(f"{path.stem}: {text}" for path in sorted(self.folder.glob("*.lines"))

@@ -7,7 +7,6 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
-from itertools import pairwise
 from typing import NamedTuple, Protocol
 
 from bench.storms.reports import LEAST, Ended, Stepped
@@ -21,9 +20,6 @@ HANG_S, CUT_S, AWAY_S, RESTART_S = 30.0, 20.0, 30.0, 15.0
 until its home starts again."""
 MEET_S, JOIN_S, LEAVE_S, END_S = 180.0, 100.0, 60.0, 60.0
 """Deadlines on this machine: for the start of a job, for a home to join, for a home that was removed to leave, for the end."""
-FAULT, END, PAUSE, START, JOIN = PHASES = "fault", "end", "pause", "start", "join"
-"""Phases of a return: the hang or cut lasts; the home's process ends, if it must; the home is off; it starts and registers; it
-waits until it takes part, and makes its first step."""
 POLL_S = 0.01
 AHEAD = 10
 """Number of steps after the newest one with which training ends."""
@@ -49,7 +45,6 @@ class Job(Protocol):
     def mend(self, slot: int) -> None: ...
     def finish_at(self, step: int) -> bool: ...
     def removals(self) -> list[tuple[float, str]]: ...
-    def registrations(self) -> list[tuple[float, str]]: ...
     def log(self) -> str: ...
 
 
@@ -68,18 +63,6 @@ class Strike(NamedTuple):
     at_s: float
 
 
-class Absence(NamedTuple):
-    """Why a home was away. `at_s`: time.time() of the fault; `seconds`: of each phase until it trained again, in order. A home
-    that continued has no other phase than FAULT: its longest pause between two steps."""
-
-    kind: str
-    at_s: float
-    seconds: dict[str, float]
-
-    def mark(self, phase: str, end_s: float) -> None:
-        self.seconds[phase] = end_s - self.at_s - sum(self.seconds.values())
-
-
 class Record(NamedTuple):
     """What happened. Times are time.time()."""
 
@@ -90,8 +73,6 @@ class Record(NamedTuple):
     strikes: list[Strike]
     removals: list[tuple[float, str]]
     errors: list[str]
-    absences: list[Absence]
-    """Of all homes that are back."""
     failed: bool = False
     """Whether the whole job failed. Then the storm ended early."""
 
@@ -124,7 +105,6 @@ class _Slot:
         self._life: Iterator[None] = self._join()
         self.ended: Ended | None = None
         self._steps: list[Stepped] = []
-        self._absence = Absence("start", time.time(), {})
 
     def tick(self) -> None:
         for report in self._home.reports():
@@ -140,7 +120,7 @@ class _Slot:
 
     def strike(self, kind: str) -> None:
         self._storm.strikes.append(Strike(kind, self._home.name, time.time()))
-        self.fault, self._absence = kind, Absence(kind, time.time(), {})
+        self.fault = kind
         self._life = {KILL: self._kill, HANG: self._hang, CUT: self._cut, LEAVE: self._leave}[kind]()
 
     def _fail(self, what: str) -> None:
@@ -175,14 +155,10 @@ class _Slot:
 
     def _return(self) -> Iterator[None]:
         """The home completes exchanges again, or it leaves because it was removed, and a new one starts."""
-        self._absence.mark(FAULT, time.time())
         before = self._steps[-1].exchanges
         until = time.monotonic() + LEAVE_S
         while not (self._home.gone or self.ended) and time.monotonic() < until:
             if self._steps[-1].exchanges > before + 1:
-                times = [step.at_s for step in self._steps]
-                gaps = [after - at for at, after in pairwise(times) if after > self._absence.at_s]
-                self._storm.absences.append(self._absence._replace(seconds={FAULT: max(gaps)}))
                 self.fault = ""
                 return
             yield
@@ -197,9 +173,7 @@ class _Slot:
                 break
             yield
         self._home.released("a worker of this home has ended")
-        self._absence.mark(END, time.time())
         yield from self._wait(0.0 if self.ended and self.ended.again else seconds)
-        self._absence.mark(PAUSE, time.time())
         yield from self._join(again=True)
 
     def _join(self, *, again: bool = False) -> Iterator[None]:
@@ -223,11 +197,6 @@ class _Slot:
             again = True
             yield from self._wait(1.0)
         self._storm.steps[self._home.name] = self._steps
-        if PAUSE in self._absence.seconds:  # not at the start of the job
-            if registered := [at for at, name in self._storm.job.registrations() if name == self._home.name]:
-                self._absence.mark(START, registered[-1])
-            self._absence.mark(JOIN, self._steps[0].at_s)
-            self._storm.absences.append(self._absence)
         self.fault = ""
 
 
@@ -242,7 +211,6 @@ class Storm:
         self.steps: dict[str, list[Stepped]] = {}
         self.strikes: list[Strike] = []
         self.errors: list[str] = []
-        self.absences: list[Absence] = []
         self._slots = [_Slot(self, number) for number in range(job.count)]
 
     def run(self, together: list[Storm]) -> Generator[None, None, Record]:
@@ -265,8 +233,7 @@ class Storm:
             print(self.job.log(), file=sys.stderr)
         else:
             yield from self._end()
-        return Record(begin_s, end_s, self.steps, self.strikes, self.job.removals(), self.errors, self.absences,
-                      self.failed)
+        return Record(begin_s, end_s, self.steps, self.strikes, self.job.removals(), self.errors, self.failed)
 
     @property
     def whole(self) -> bool:

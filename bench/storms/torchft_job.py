@@ -79,10 +79,6 @@ class TorchftJob:
         """The lighthouse reports none."""
         return []
 
-    def registrations(self) -> list[tuple[float, str]]:
-        """The lighthouse reports none."""
-        return []
-
     def log(self) -> str:
         return "\n".join(f"{path.stem}: {text}" for path in sorted(self.folder.glob("*.lines"))
                          for text in path.read_text(errors="replace").splitlines()[-8:])

@@ -26,7 +26,7 @@ from bench.paced.race import LATE_PCT, Run, reached, run_training
 from bench.report import Result
 from bench.tta import links, systems
 from bench.tta.links import NETWORKS, NO_LINK, RANKS, Network
-from bench.tta.store import Store, key_of, longest
+from bench.tta.store import key_of, longest, stored
 from bench.tta.summary import summary
 from bench.tta.systems import SYSTEMS, System
 
@@ -50,7 +50,6 @@ class Cell(NamedTuple):
 
 def flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--store", type=Path, metavar="FILE", help="keep each row here as it comes; what it has is not run")
-    parser.add_argument("--again", action="store_true", help="measure rows of the store again that failed or are void")
     parser.add_argument("--renew", action="store_true", help="measure rows again though the store has them; the newest count")
     parser.add_argument("--stored", action="store_true", help="measure nothing: show what the store has, by the choices below")
     for name, allowed in (("task", TASKS), ("link", NETWORKS), ("system", SYSTEMS)):
@@ -68,7 +67,7 @@ def run(quick: bool, args: argparse.Namespace) -> Result:
     if args.stored:
         return stored_rows(args)
     seconds = args.seconds or (QUICK_SECONDS if quick else SECONDS)
-    store = Store(args.store, again=args.again)
+    store = stored(args.store)
     data = {name: TASKS[name]().digest() for name in TASKS}
     chosen_cells = cells(quick, args.task, args.link, args.system, args.seeds)
 
@@ -77,7 +76,7 @@ def run(quick: bool, args: argparse.Namespace) -> Result:
                        "data": data[cell.task], "stretch": args.stretch, "hosts": args.hosts})
 
     networks = {cell.link: links.named(cell.link, args.hosts).stretched(args.stretch) for cell in chosen_cells}
-    left = [cell for cell in chosen_cells if args.renew or key(cell) not in store]
+    left = [cell for cell in chosen_cells if args.renew or key(cell) not in store.rows]
     minutes = len(left) * (seconds * args.stretch + AROUND_S) / 60
     log(f"{len(chosen_cells)} rows, {len(chosen_cells) - len(left)} of them in the store; about {minutes:.0f} minutes")
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
@@ -100,7 +99,7 @@ def stored_rows(args: argparse.Namespace) -> Result:
     data = {name: TASKS[name]().digest() for name in TASKS}
     order = {name: at for at, name in enumerate((*TASKS, NO_LINK, *NETWORKS, *SYSTEMS))}
     rows = sorted(
-        (row for row in longest(Store(args.store).rows.values())
+        (row for row in longest(stored(args.store).rows.values())
          if row["seconds"] >= seconds and row.get("stretch", 1.0) == args.stretch
          and row.get("hosts", RANKS) == args.hosts and row["data"] == data.get(row["task"])
          and row["system"] in (args.system or SYSTEMS) and row["task"] in (args.task or TASKS)
@@ -184,8 +183,8 @@ def shown(row: dict[str, Any]) -> dict[str, Any]:
         cells[f"s to {name}"] = "-" if seconds is None else round(seconds, 1)
     return cells | {
         "loss at the end": row["curve"][-1][2], "steps/s": 1 / row["s_per_step"], "exposed s": exposed_s(row),
-        "up kB": row["up_kb"], "down kB": row["down_kb"], "cpu s": row["cpu_s"], "peak MB": row["peak_mb"],
-        "late %": row["late_pct"], "void": row["void"], "commit": row.get("commit", ""),
+        "up kB": row["up_kb"], "down kB": row["down_kb"], "late %": row["late_pct"], "void": row["void"],
+        "commit": row.get("commit", ""),
     }
 
 

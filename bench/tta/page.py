@@ -6,53 +6,22 @@ A test checks that the page matches the rows.
 from __future__ import annotations
 
 import math
-import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import NamedTuple
 
-from bench.paced.race import LATE_PCT, reached
-from bench.report import DATA, ROOT, markdown
+from bench.paced.race import LATE_PCT
+from bench.report import PAGE, markdown, renewed
 from bench.tta.links import NETWORKS, NO_LINK
-from bench.tta.store import Store, usual
+from bench.tta.store import usual
 from bench.tta.summary import AIMS, Aim, Place, Row, Times, by_place, loss_delta_pct
 from bench.tta.systems import SYSTEMS, shown
-from commlayer.files import between, write_whole
+from commlayer.files import write_whole
 
-KEPT = DATA / "tta_runs.jsonl"
 NAMES = {"1g-2ms": "1 Gb/s, 2 ms", "100m-30ms": "100 Mb/s, 30 ms", "50m-80ms": "50 Mb/s, 80 ms", "10m-80ms": "10 Mb/s, 80 ms",
          "40/200m": "40 / 200 Mb/s, 30 ms"}
 EQUAL = 1e-9
 FIXED = "int4 forward", "int4 H=4 round", "int4 H=8 round", "int4", "fp16"
 RIVALS = tuple(name for name, system in SYSTEMS.items() if system.group == "rival" and name != "DDP fp16")
-Group = Sequence[Row]
-"""Rows of one task, link and system, with different seeds."""
-
-
-def groups(rows: Sequence[Row]) -> dict[tuple[str, str, str], list[Row]]:
-    """Rows without errors by task, link and system, sorted by task and then in the bench's order of links and systems."""
-    links, systems = [NO_LINK, *NETWORKS], list(SYSTEMS)
-    result: dict[tuple[str, str, str], list[Row]] = {}
-    for row in sorted(rows, key=lambda row: (row["task"], links.index(row["link"]), systems.index(row["system"]), row["seed"])):
-        if not row.get("error"):
-            result.setdefault((row["task"], row["link"], row["system"]), []).append(row)
-    return result
-
-
-def counted(group: Group) -> Group:
-    """The rows that are not void; all rows if every row is void."""
-    return [row for row in group if not row.get("void")] or group
-
-
-def seconds(group: Group, target: int) -> float:
-    """Seconds to a target, the median over seeds; infinite if it was not reached."""
-    times = [reached(row["curve"], row["targets"][target]) for row in counted(group)]
-    return statistics.median(math.inf if s is None else s for s in times)
-
-
-def void(group: Group) -> bool:
-    return all(row.get("void") for row in group)
 
 
 def figures(rows: Sequence[Row]) -> str:
@@ -102,52 +71,37 @@ def _seeds(count: int) -> str:
 
 def overview(rows: Sequence[Row]) -> str:
     """A line per task and link with sync="auto" and its alternatives."""
-    by_system = groups(rows)
-    lines = []
-    for task, link, system in by_system:
-        if system == "auto":
-            def cell(names: Sequence[str], where: str = link, task: str = task) -> str:
-                return _best({name: by_system[task, where, name] for name in names if (task, where, name) in by_system})
-
-            lines.append([_place(task, link), cell(["ideal"], NO_LINK), cell(["alone"], NO_LINK), cell(["DDP fp16"]),
-                          cell(RIVALS), cell(FIXED), cell(["auto"])])
+    times, links = Times(rows), list(NETWORKS)
+    columns = ["ideal"], ["alone"], ["DDP fp16"], RIVALS, FIXED, ["auto"]
+    places = sorted(times.places(), key=lambda place: (place[0], links.index(place[1])))
+    lines = [[_place(*place), *(_best(times, place, names) for names in columns)]
+             for place in places if times.of(*place, "auto")]
     return "\n".join(markdown("task, link|one machine, no network:|each host alone:|DDP fp16:|best of the others:"
                               "|commlayer, a fixed plan:|commlayer, `sync=\"auto\"`:", lines))
 
 
-def _best(measured: dict[str, list[Row]]) -> str:
+def _best(times: Times, place: Place, names: Sequence[str]) -> str:
     """Seconds to the easy and the middle loss, of the system that reaches the middle loss first; with its name if needed."""
-    if not measured:
+    if (name := times.best(*place, names)) is None:
         return ""
-    name = min(measured, key=lambda name: (seconds(measured[name], 1), seconds(measured[name], 0)))
-    group = measured[name]
-    text = " / ".join(_rounded(seconds(group, target), group) for target in range(2)) + (", void" if void(group) else "")
-    return text if name in ("ideal", "alone", "DDP fp16", "auto") else f"{text} ({shown(name)})"
+    longest_s = max(row["seconds"] for row in times.of(*place, name))
+    seconds = (times.seconds(*place, name, target) for target in range(2))
+    text = " / ".join(f"{s:.0f}" if math.isfinite(s) else f"above {longest_s:g}" for s in seconds)
+    return text if len(names) == 1 else f"{text} ({shown(name)})"
 
 
-def _rounded(values: float, group: Group) -> str:
-    return f"{values:.0f}" if math.isfinite(values) else f"above {max(row['seconds'] for row in group):g}"
+PARTS: dict[str, Callable[[Sequence[Row]], str]] = {"summary": figures, "overview": overview}
+"""The generated parts of the page."""
 
 
-class Part(NamedTuple):
-    """A generated part of a page, between two marks named after it."""
-
-    page: Path
-    name: str
-    render: Callable[[Sequence[Row]], str]
-
-    def within(self, text: str, rows: Sequence[Row]) -> str:
-        return between(text, f"<!-- {self.name}: begin -->", f"<!-- {self.name}: end -->", self.render(rows))
-
-
-PAGE = ROOT / "docs" / "benchmarks.md"
-PARTS = (Part(PAGE, "summary", figures), Part(PAGE, "overview", overview))
+def page(text: str, rows: Sequence[Row]) -> str:
+    for name, render in PARTS.items():
+        text = renewed(text, name, render(rows))
+    return text
 
 
 def main() -> int:
-    rows = usual(Store(KEPT).rows.values())
-    for part in PARTS:
-        write_whole({part.page: part.within(part.page.read_text("utf-8"), rows).encode()})
+    write_whole({PAGE: page(PAGE.read_text("utf-8"), usual()).encode()})
     return 0
 
 

@@ -61,9 +61,10 @@ class Times:
                 return over / (under if math.isfinite(under) else self.measured_s(task, link, lower))
         return None
 
-    def best(self, task: str, link: str, group: str) -> str | None:
-        names = self.systems(task, link, group)
-        return min(names, key=lambda name: [self.seconds(task, link, name, target) for target in ASKED]) if names else None
+    def best(self, task: str, link: str, names: Sequence[str]) -> str | None:
+        """Of these systems, the one that is first at the middle target; None if none was measured."""
+        measured = [name for name in names if self.of(task, link, name)]
+        return min(measured, key=lambda name: [self.seconds(task, link, name, target) for target in ASKED], default=None)
 
 
 def middle(times: Times) -> list[Row]:
@@ -118,7 +119,7 @@ def by_place(times: Times) -> dict[str, dict[Place, float]]:
         figures[f"auto_vs_best_rival_{short}"] = {place: _rival_over_auto(times, *place) for place in places}
     figures["auto_vs_alone"] = {place: times.ratio(*place, "auto", "alone") for place in everywhere}
     figures["auto_vs_ddp_fp16_1g"] = {(task, "1g-2ms"): times.ratio(task, "1g-2ms", "auto", "DDP fp16") for task in times.tasks}
-    fixed = {place: best for place in everywhere if (best := times.best(*place, "fixed"))}
+    fixed = {place: best for place in everywhere if (best := times.best(*place, times.systems(*place, "fixed")))}
     figures["auto_vs_best_fixed_worst"] = {place: times.ratio(*place, "auto", best) for place, best in fixed.items()}
     for key, system in (("final_loss_delta_pct", "auto"), ("final_loss_delta_exact_pct", "auto exact")):
         figures[key] = {place: loss_delta_pct(times, *place, system) for place in everywhere}
@@ -138,7 +139,7 @@ def summary(rows: Sequence[Row]) -> dict[str, Any]:
 
 def _rival_over_auto(times: Times, task: str, link: str) -> float | None:
     """Seconds of the best rival over those of auto, a lower bound; 0 if auto did not reach the target."""
-    best = times.best(task, link, "rival")
+    best = times.best(task, link, times.systems(task, link, "rival"))
     ratio = times.ratio(task, link, "auto", best) if best else None
     if ratio is None or best is None:
         return None

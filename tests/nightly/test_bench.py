@@ -88,5 +88,5 @@ def test_the_summary_holds_and_the_rows_are_there() -> None:
 
 
 def test_the_page_shows_the_shipped_convergence_factors() -> None:
-    page = table.PAGE.read_text("utf-8")
+    page = report.PAGE.read_text("utf-8")
     assert page == table.page(page, read_table(SHIPPED)), "run `python -m bench.learning.table --page`"

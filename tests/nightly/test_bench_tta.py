@@ -15,12 +15,12 @@ from torch import nn
 
 from bench import Unmeasurable
 from bench.paced.pace import BACKWARD_S, FORWARD_S, Pace
-from bench.report import ROOT
+from bench.report import PAGE, ROOT
 from bench.tasks import TASKS
 from bench.tta import shown
 from bench.tta.links import NO_LINK, named
-from bench.tta.page import KEPT, PARTS, Part
-from bench.tta.store import Store, key_of, usual
+from bench.tta.page import page
+from bench.tta.store import key_of, stored, usual
 from bench.tta.summary import summary
 from bench.tta.systems import SYSTEMS
 
@@ -82,7 +82,7 @@ def row(
     return {
         "task": task, "link": link, "system": system, "seed": seed, "seconds": end_s, "data": "d",
         "group": SYSTEMS[system].group, "targets": (3.0, 2.0, 1.0), "curve": curve, "late_pct": 0.0, "void": "",
-        "s_per_step": STEP_S, "up_kb": 1.0, "down_kb": 1.0, "cpu_s": 1.0, "peak_mb": 1.0, "commit": "c", "day": "2026-01-01",
+        "s_per_step": STEP_S, "up_kb": 1.0, "down_kb": 1.0, "commit": "c", "day": "2026-01-01",
     } | others
 
 
@@ -137,23 +137,22 @@ def test_void_and_failed_rows_count_for_nothing_and_are_counted() -> None:
 
 def test_a_store_goes_on_where_it_was(tmp_path: Path) -> None:
     path, one, two = tmp_path / "rows.jsonl", row("auto", "100m-30ms", 10.0), row("alone", "none", 50.0)
-    store = Store(path)
+    store = stored(path)
     store.add(one)
     with path.open("a") as file:
         file.write(json.dumps(two)[:40])  # killed while it wrote
-    again = Store(path)
-    assert key_of(one) in again
-    assert key_of(two) not in again
+    again = stored(path)
+    assert key_of(one) in again.rows
+    assert key_of(two) not in again.rows
     again.add(two)
-    assert {key_of(one), key_of(two)} == set(Store(path).rows)
-    assert key_of(one | {"seconds": 45.0}) not in again, "another measurement"
-    assert key_of(one | {"data": "other"}) not in again
+    assert {key_of(one), key_of(two)} == set(stored(path).rows)
+    assert key_of(one | {"seconds": 45.0}) not in again.rows, "another measurement"
+    assert key_of(one | {"data": "other"}) not in again.rows
 
 
-@pytest.mark.parametrize("part", PARTS, ids=lambda part: f"{part.page.name}-{part.name}")
-def test_pages_show_the_kept_rows(part: Part) -> None:
-    page = part.page.read_text("utf-8")
-    assert page == part.within(page, usual(Store(KEPT).rows.values())), "run `python -m bench.tta.page`"
+def test_the_page_shows_the_kept_rows() -> None:
+    text = PAGE.read_text("utf-8")
+    assert text == page(text, usual()), "run `python -m bench.tta.page`"
 
 
 def test_a_race_has_more_hosts_only_where_all_are_alike() -> None:

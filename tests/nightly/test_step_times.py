@@ -18,7 +18,7 @@ from support.rank_pool import pool
 from torch import nn
 
 import commlayer
-from bench.worker import PricingActions
+from bench.planner import PricingActions
 from commlayer.autotune.controller import TuningController
 from commlayer.autotune.report import Reports
 

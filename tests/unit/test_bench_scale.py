@@ -37,11 +37,11 @@ def test_the_scaled_model_is_divided_into_equal_buckets_among_servers() -> None:
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
 @pytest.mark.parametrize("tls", [False, True])
 def test_light_members_exchange_with_a_real_server(*, tls: bool) -> None:
+    cores = os.sched_getaffinity(0)
     with scale.place(numel=1 << 18, most=3, bps=100e6, tls=tls) as its:
-        its.order("join", count=3)
-        took = its.order("exchange", count=2)
-        late = its.order("exchange", count=1, late=True)
+        its.join(3)
+        its.exchange(2)
+        its.exchange(1, late=True)
         assert its.usage.threads > 6, "a thread for sending and one for receiving of each member"
-    assert took["equal"]
-    assert late["equal"]
-    assert late["received_nbytes"] > 9 * its.payload_nbytes
+        assert sum(each.received_nbytes for each in its.connections) > 9 * its.payload_nbytes
+    assert os.sched_getaffinity(0) == cores

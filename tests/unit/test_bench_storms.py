@@ -6,7 +6,7 @@ import math
 
 from bench.storms import command, figures, storm
 from bench.storms.reports import Stepped
-from bench.storms.storm import CUT, END, FAULT, HANG, JOIN, KILL, LEAVE, PAUSE, START, Absence, Record, Strike
+from bench.storms.storm import KILL, LEAVE, Record, Strike
 
 
 def steps(first: int, last: int, *, every: int = 1, pause: float = 0.0) -> list[Stepped]:
@@ -15,7 +15,7 @@ def steps(first: int, last: int, *, every: int = 1, pause: float = 0.0) -> list[
 
 
 def record(homes: dict[str, list[Stepped]], strikes: list[Strike], removals: list[tuple[float, str]]) -> Record:
-    return Record(0.0, 10.0, homes, strikes, removals, [], [])
+    return Record(0.0, 10.0, homes, strikes, removals, [])
 
 
 CALM = record({name: steps(0, 10) for name in ("worker 0", "worker 1", "worker 2")}, [], [])
@@ -28,14 +28,6 @@ def test_throughput_counts_steps_of_the_job_and_batches_of_all_homes() -> None:
     assert figures.batches_per_s(CALM) == 3.0
     assert figures.steps_per_s(KILLED) == 0.8
     assert figures.batches_per_s(KILLED) == (8 + 7 + 4) / 10
-
-
-def test_batches_are_used_if_their_home_takes_part_in_the_next_exchange() -> None:
-    assert figures.used_batches_per_s(record({"worker 0": steps(0, 12, every=3)}, [], [])) == 1.0
-    dead = steps(0, 8, every=3)
-    late = [step._replace(exchanges=step.exchanges + (step.step >= 6)) for step in steps(0, 12, every=3)]
-    assert figures.used_batches_per_s(record({"worker 0": dead}, [], [])) == 0.6
-    assert figures.used_batches_per_s(record({"worker 0": late}, [], [])) == 0.7
 
 
 def test_loss_is_a_mean_of_recent_steps_of_all_homes() -> None:
@@ -66,18 +58,6 @@ def test_only_kills_that_were_decided_on_have_a_recovery() -> None:
     left = KILLED._replace(strikes=[Strike(LEAVE, "worker 2", 4.1)])
     assert figures.recoveries(left, 1.0) == []
     assert figures.recoveries(KILLED._replace(removals=[]), 1.0) == []
-
-
-def test_absences_say_where_batches_were_lost() -> None:
-    killed, continued = Absence(KILL, 2.0, {}), Absence(HANG, 1.0, {FAULT: 2.0})
-    for phase, end_s in ((END, 2.5), (PAUSE, 5.5), (START, 6.0), (JOIN, 8.0)):
-        killed.mark(phase, end_s)
-    late = Absence(CUT, 8.0, {FAULT: 1.0, END: 2.0})
-    stormy = CALM._replace(absences=[killed, continued, late])
-    assert killed.seconds == {END: 0.5, PAUSE: 3.0, START: 0.5, JOIN: 2.0}
-    assert figures.away_s(stormy) == 3.0
-    assert figures.phases_s(stormy) == {FAULT: 1.0, END: 0.5, PAUSE: 3.0, START: 0.5, JOIN: 2.0}
-    assert figures.lost_shares(stormy, 4) == {FAULT: 0.075, END: 0.0375, PAUSE: 0.075, START: 0.0125, JOIN: 0.05}
 
 
 def test_every_seed_deals_all_kinds() -> None:

@@ -404,7 +404,7 @@ def test_rows_measured_on_the_users_task_are_used_for_plans(
         ("adam", "updates", "int4()", 2, ""), ("adam", "updates", "int4()", 2, "round"),
         ("adam", "gradients", "identity()", 1, "")]
     assert [row.workers for row in result.rows] == [0, 0, 0, 0, 0, 1]
-    assert "one worker by itself" in output
+    assert "one worker alone" in output
     assert result.provenance.tasks[0].startswith("your proxy: ")
     assert result.provenance.runs == 7
     assert f"6 rows in {out}" in output

@@ -9,8 +9,8 @@ import pytest
 from msgspec import structs
 
 from bench import longrun
-from bench.longrun import STEPS, Case, Store, cases, factor_of, rate_at
-from bench.virtual_training import Noise, Variant
+from bench.longrun import STEPS, Case, Trainings, cases, factor_of, rate_at, row_of
+from bench.virtual_training import Variant
 
 DENSE = Case(Variant("gru", "adam"))
 LOCAL = DENSE._replace(variant=structs.replace(DENSE.variant, codec="int4()", codes="updates", every=32))
@@ -19,21 +19,21 @@ LOCAL = DENSE._replace(variant=structs.replace(DENSE.variant, codec="int4()", co
 @pytest.mark.parametrize("slower", [0.8, 1.0, 1.5, 2.5, 5.0])
 def test_factor_is_the_length_relative_to_synchronous_training_at_equal_loss(tmp_path: Path, slower: float) -> None:
     """The losses fall with the logarithm of the length."""
-    store = Store(tmp_path / "runs.jsonl")
+    store = Trainings(tmp_path / "runs.jsonl")
     assert factor_of(LOCAL, store) is None
     for case in DENSE.synchronous():
-        store.add(case, [9.0, 3 - 0.1 * math.log(case.steps)], 1.0)
+        store.add(row_of(case, [9.0, 3 - 0.1 * math.log(case.steps)], 1.0))
     assert factor_of(LOCAL, store) is None
-    store.add(LOCAL, [9.0, 3 - 0.1 * math.log(STEPS / slower)], 1.0)
+    store.add(row_of(LOCAL, [9.0, 3 - 0.1 * math.log(STEPS / slower)], 1.0))
     assert factor_of(LOCAL, store) == pytest.approx(slower, rel=0.01)
-    assert factor_of(LOCAL, Store(tmp_path / "runs.jsonl")) == pytest.approx(slower, rel=0.01)
+    assert factor_of(LOCAL, Trainings(tmp_path / "runs.jsonl")) == pytest.approx(slower, rel=0.01)
 
 
 def test_loss_above_the_shortest_synchronous_training_has_no_factor(tmp_path: Path) -> None:
-    store = Store(tmp_path / "runs.jsonl")
+    store = Trainings(tmp_path / "runs.jsonl")
     for case in DENSE.synchronous():
-        store.add(case, [3 - 0.1 * math.log(case.steps)], 1.0)
-    store.add(LOCAL, [3 - 0.1 * math.log(STEPS / 6)], 1.0)  # the shortest is a quarter as long
+        store.add(row_of(case, [3 - 0.1 * math.log(case.steps)], 1.0))
+    store.add(row_of(LOCAL, [3 - 0.1 * math.log(STEPS / 6)], 1.0))  # the shortest is a quarter as long
     assert factor_of(LOCAL, store) is None
 
 
@@ -51,17 +51,8 @@ def test_every_case_trains(monkeypatch: pytest.MonkeyPatch) -> None:
     planned = cases("gru", "adam", 2, 0)
     assert len({case.key for case in planned}) == len(planned)
     for case in planned[:4]:
-        noise: list[Noise] = []
+        noise: list[float] = []
         loss, = longrun.train(case._replace(steps=32), noise)
         assert 0 < loss < 5
         assert len(noise) == (case.variant.codec == "identity()")
-        assert all(each.direct > 0 for each in noise)
-        assert all(each.running > 0 for each in noise) or case.variant.workers == 1
-
-
-def test_noise_scales_are_compared_if_both_are_known(tmp_path: Path) -> None:
-    case = Case(Variant("gru", "adam"))
-    Store(tmp_path / "runs.jsonl").add(case, [1.0], 1.0, [Noise(0.0, 9.0), Noise(12.0, 12.0), Noise(8.0, 4.0), Noise(4.0, 4.0)])
-    errors = longrun.noise_errors(case, Store(tmp_path / "runs.jsonl"))
-    assert errors == {"noise_ratio": 1.0, "noise_30_pct": 67, "alone_error_pct": 0.0}
-    assert longrun.noise_errors(LOCAL, Store(tmp_path / "runs.jsonl")) == {}
+        assert all(batches > 0 for batches in noise) or case.variant.workers == 1

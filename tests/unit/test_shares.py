@@ -375,7 +375,7 @@ def test_static_optimum_of_the_paper() -> None:
 
 def test_rapid_tuning_reproduces_the_third_table_of_the_paper() -> None:
     lbb = Lbb([Cubic(0.0, 0.0, 6e-4, a0) for a0 in PROFILE_A0_S], 512)
-    lbb.take([128] * 4)
+    lbb.current = [128] * 4
     lbb.observe(0, MEASURED_S)
     assert lbb.rapid_steps == [0]
     assert lbb.shares(1) == pytest.approx([165, 166, 158, 22], abs=1)
