@@ -8,7 +8,6 @@ import re
 import time
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -30,7 +29,7 @@ from support.attached import (
 )
 from support.components import Calls
 from support.coordinators import until
-from support.jobs import FakeJob, distributed_job
+from support.jobs import distributed_job
 from support.rank_pool import Servers, pool, quick, ranks_first
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -442,17 +441,6 @@ def test_local_steps_have_nothing_to_trace(tmp_path: Path) -> None:
         lines = ranks.call(refused_to_trace, servers.address, str(tmp_path / "t.json"))
     assert [code_of(line) for line in lines] == ["E-TRACE"] * WORLD
     assert all("local steps" in line for line in lines)
-
-
-def test_trace_of_a_short_job_is_reported_as_incomplete(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    file = str(tmp_path / "t.json")
-    with commlayer.attach(mlp(), config={"trace": file}):
-        assert caplog.messages == [f"no trace in {file}: this process trains alone"]
-    connection = FakeJob(SimpleNamespace(plan=None, counters=SimpleNamespace(exchanges=0)))
-    trace.Tracer(connection, Path(file), 3, planning=False, warm=2)
-    for end in connection.on_close:
-        end()
-    assert caplog.messages[1:] == [f"no trace in {file}: the job ended after 0 steps, before 3 steps were recorded"]
 
 
 def traced_in_join(rank: int, address: str, file: str) -> list[int]:
