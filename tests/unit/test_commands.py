@@ -118,6 +118,7 @@ def test_batch_larger_than_memory_is_split_into_micro_batches(commlayer) -> None
     assert "NOT FIT" not in out
 
 
+@pytest.mark.nightly
 def test_model_that_does_not_fit_has_no_gain_and_no_commands(commlayer) -> None:
     code, out, _ = commlayer("estimate", "llama3.2-3b", "--homes", "3xrtx3060@100/20Mb", "--json", "e.json")
     result = json.loads(Path("e.json").read_text())
