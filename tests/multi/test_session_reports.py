@@ -79,6 +79,7 @@ def train(rank: int, how: str, address: str) -> dict[str, Any]:
     return results
 
 
+@pytest.mark.commit(3)
 @pytest.mark.parametrize(("how", "exchanges"), [
     ("service", STEPS), ("allreduce", STEPS), ("staged", STEPS), ("DDP", STEPS), ("local steps", 2), ("overlapped", 1),
 ])
@@ -120,6 +121,7 @@ def noisy(rank: int, address: str, noise: float) -> list[float]:
     return found
 
 
+@pytest.mark.commit(1)
 @pytest.mark.parametrize("noise", [0.5, 2.0])
 def test_gradient_noise_scale_is_a_metric(noise: float) -> None:
     """Within 30 % of the truth and equal on all ranks; 0 until enough steps were compared."""
@@ -155,6 +157,7 @@ def agreeing(rank: int, address: str, codec: str, overlap: bool) -> tuple[list[f
     return found, sum("a mean cosine of" in line for line in lines)
 
 
+@pytest.mark.commit(1)
 @pytest.mark.parametrize(("codec", "overlap"), [("identity", False), ("int4", False), ("int4", True)])
 def test_agreement_of_deltas_is_a_metric_and_logged_once(codec: str, overlap: bool) -> None:
     with Servers(WORLD, 1) as servers:
@@ -206,6 +209,7 @@ def watched(run: Run) -> list[tuple[str, int, int]]:
     return seen
 
 
+@pytest.mark.commit(1)
 @pytest.mark.parametrize("how", ["module", "ddp"])
 def test_observers_are_called_in_order_before_and_after_the_commit(how: str) -> None:
     with coordinators(1, WORLD, 1) as jobs:
@@ -238,6 +242,7 @@ def recorded(rank: int, sync: str) -> list[tuple[float, float]]:
         return list(zip(by_clock_s, [step.marks["end"] for step in recorder.steps], strict=False))
 
 
+@pytest.mark.commit(1)
 @pytest.mark.parametrize("sync", ["step", "forward"])
 def test_recorded_step_times_exclude_observers(sync: str) -> None:
     for steps in pool(WORLD).call(recorded, sync):
@@ -393,6 +398,7 @@ def traced(rank: int, address: str, file: str, changes: dict[int, str], steps: i
     return 0
 
 
+@pytest.mark.commit(2)
 @pytest.mark.parametrize(("changes", "done", "first", "note"), [
     # It asks after 2, 4, 8, 16 steps; what has begun when it asks has its first whole step one later.
     ({5: "basis"}, 12, 9, ""),
