@@ -229,13 +229,12 @@ def test_job_may_start_with_another_number_after_a_failed_start() -> None:
 def test_store_capacity_grows_with_the_members(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_store, "MAX_KEPT_NBYTES", 1000)
     monkeypatch.setattr(kv_store, "EACH_NBYTES", 100)
-    service = RendezvousService(64, quick(min_workers=1), dict, RefusalLog())
-    few, many = asked("few", workers=4), asked("many", workers=28)
-    for joins, shares in ((few, [(few, 1000)]), (many, [(few, 400), (many, 2800)])):
-        service.register(joins)
-        for home, nbytes in shares:
-            request = messages.KvRequest(home.token, put=((("a", messages.ANY), bytes(5000)),))
-            assert f"allowed {nbytes}:" in outcome(lambda request=request: asyncio.run(service.handle(request)))
+    store = kv_store.KvStore()
+    for workers, shares in (({"few": 4}, {"few": 1000}), ({"few": 4, "many": 28}, {"few": 400, "many": 2800})):
+        store.allow(workers)
+        for home, nbytes in shares.items():
+            line = outcome(lambda home=home: store.put(home, [(("a", 0), bytes(5000))]))
+            assert_refused(line, "E-QUOTA", f"allowed {nbytes}:")
 
 
 NAME = "n" * kv_store.MAX_NAME_NBYTES
