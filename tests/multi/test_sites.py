@@ -226,15 +226,14 @@ def test_job_may_start_with_another_number_after_a_failed_start() -> None:
     assert membership.join(of_two, messages.worker_request("job", 0, 5), 0.0)[1].error.endswith("[E-WORKERS]")
 
 
-def test_store_capacity_grows_with_the_members(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_store, "MAX_KEPT_NBYTES", 1000)
-    monkeypatch.setattr(kv_store, "EACH_NBYTES", 100)
-    store = kv_store.KvStore()
-    for workers, shares in (({"few": 4}, {"few": 1000}), ({"few": 4, "many": 28}, {"few": 400, "many": 2800})):
-        store.allow(workers)
-        for home, nbytes in shares.items():
-            line = outcome(lambda home=home: store.put(home, [(("a", 0), bytes(5000))]))
-            assert_refused(line, "E-QUOTA", f"allowed {nbytes}:")
+def test_store_capacity_grows_with_the_members() -> None:
+    service = RendezvousService(64, quick(min_workers=1), dict, RefusalLog())
+    few, many = asked("few", workers=4), asked("many", workers=28)
+    for home, shares in ((few, {few.token: kv_store.MAX_KEPT_NBYTES}),
+                         (many, {few.token: 4 * kv_store.EACH_NBYTES, many.token: 28 * kv_store.EACH_NBYTES})):
+        service.register(home)
+        asyncio.run(service.handle(messages.KvRequest(home.token)))
+        assert service._store._share_nbytes == shares
 
 
 NAME = "n" * kv_store.MAX_NAME_NBYTES
@@ -373,7 +372,7 @@ def test_large_tensors_are_chunked_and_freed_after_delivery(opened: Opened) -> N
 
     desks = met(opened)[1]
     assert together(desks, act) == [True] * HOMES
-    kept = store_of(opened[0]).nbytes.total()
+    kept = opened[0]._rendezvous._store.nbytes.total()
     assert kept < HOMES * 2 * PARTS_IN_FLIGHT * 1024, "a few empty parts"
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from support.attached import assert_refused, outcome
 from support.coordinators import WAIT_S, Failures, quick, until
-from support.internals import connections_of, port_of, socket_of
+from support.internals import connections_of, socket_of
 from support.meshes import WIRES, exchange_pair, keys, soon
 
 from commlayer import records
@@ -213,7 +213,7 @@ def test_stream_that_comes_before_its_server_is_ready_is_dialed_again(opened: co
     """A process that is started again listens before its summation server does."""
     coordinator = Coordinator(quick(), workers=1, streams=True)
     opened.callback(coordinator.close)
-    early, refuse = threading.Event(), port_of(coordinator).accept
+    early, refuse = threading.Event(), coordinator._port.accept
     assert refuse is not None
 
     def refused(*stream: Any) -> bool:

@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.coordinators import all_opened  # noqa: F401  (a fixture)
-from support.internals import rendezvous_of
 from support.membership import DEAD_AFTER_S, PLAN, elastic, members, worker
 from support.site_groups import leave, met, options, together
 
@@ -256,7 +255,7 @@ def test_refused_join_has_a_reason_and_no_effect(state: State, join: Join, line:
 def test_collectives_of_scripts_continue_without_a_departed_site(opened: list[Any]) -> None:
     """The same for early and late ranks. What a rank sent before it left counts for both."""
     _, desks = met(opened)
-    rendezvous_of(opened[0]).begin()
+    opened[0]._rendezvous.begin()
     gone = threading.Event()
 
     def act(group: RelayedGroup, rank: int) -> list[Any]:
