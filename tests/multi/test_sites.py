@@ -39,7 +39,7 @@ from commlayer.cluster.calls.coordinator_channel import CoordinatorChannel
 from commlayer.cluster.calls.messages import Overdue
 from commlayer.cluster.calls.site_client import KvClient, SiteLease
 from commlayer.cluster.membership import client, epoch_change, kv_store, membership, sites
-from commlayer.cluster.membership.coordinator import Coordinator
+from commlayer.cluster.membership.coordinator import MAX_WORKERS, Coordinator
 from commlayer.cluster.membership.membership import State
 from commlayer.cluster.membership.rendezvous_service import WAIT_EXPIRES_S, RendezvousService
 from commlayer.cluster.membership.sites import PendingWait
@@ -224,6 +224,11 @@ def test_job_may_start_with_another_number_after_a_failed_start() -> None:
         assert registered.workers == world
         of_two = membership.leave(registered, first.token, "exit code 1")
     assert membership.join(of_two, messages.worker_request("job", 0, 5), 0.0)[1].error.endswith("[E-WORKERS]")
+
+
+def test_elastic_jobs_have_a_default_maximum(opened: Opened) -> None:
+    opened.append(coordinator := Coordinator(quick(min_workers=2)))
+    assert status_of(coordinator).workers == MAX_WORKERS
 
 
 def test_store_capacity_grows_with_the_members() -> None:
@@ -446,6 +451,13 @@ def test_unreachable_coordinator_and_missing_sites_are_one_line(opened: Opened) 
     line = outcome(lambda: alone.meet(0.1))
     assert_refused(line, "E-DEADLINE", "DeadlineExceeded: ", "1 of 2 workers ", "(a) ", "0.1 s", "--wait")
     alone.close("it gave up")
+
+
+def test_site_of_another_version_is_refused_before_its_script_starts(opened: Opened) -> None:
+    coordinator = opened.add(Coordinator(quick(), workers=1))
+    another = msgspec.structs.replace(asked("a"), version="0.0")
+    with pytest.raises(Refused, match=r"home a \(pid \d+\): .*0\.0\b.*E-VERSION"):
+        SiteLease(coordinator.address, quick(), another, lambda _: None).meet(5.0)
 
 
 def test_mismatched_keys_are_one_line(
@@ -800,6 +812,12 @@ def test_waiting_members_are_notified_that_the_hung_member_is_dropped(opened: Op
     assert "2 others waited 0.2 s for it" in errors[0].what
     until(lambda: members[0].newest.generation > 1, "a newer epoch")
     assert [m.rank for m in members[0].newest.members] == [0, 1]
+
+
+def test_fixed_membership_ignores_waits(opened: Opened) -> None:
+    coordinator, desks = met(opened, 2)
+    assert desks[0].request(time.monotonic() + WAIT_S, want=[("a", 1)], wait=False, rank=0, limit_s=0.1).values == (None,)
+    assert rendezvous_of(coordinator).pending_waits() == []
 
 
 def test_wait_lasts_while_reported_and_until_the_key_exists() -> None:
