@@ -254,7 +254,7 @@ def test_evicted_home_must_end_with_a_message() -> None:
 
 def test_replay_finds_sums_that_lack_a_lost_worker() -> None:
     """The last bucket of step 2 lacks worker 1, which did not complete it."""
-    model, optimizer = training._made(8)
+    model, optimizer = training.made(8)
     weights = list(model.parameters())
     buckets = [[(0, 0, 50)], [(0, 50, 96), *((n, 0, p.numel()) for n, p in enumerate(weights) if n)]]
     samples, digests = [(0,), (1, 2)], []

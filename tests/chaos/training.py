@@ -78,7 +78,7 @@ def _train(pipe: Any, task: Task, done: list[int]) -> None:
     else:
         known = PrefixStore(task.meeting, TCPStore(*task.store, is_master=False, wait_for_workers=False))
         dist.init_process_group("gloo", store=known, rank=task.rank, world_size=task.workers)
-    model, optimizer = _made(task.width)
+    model, optimizer = made(task.width)
     shares = weights(task.workers)
     data = Samples(STEPS_PER_EPOCH * sum(shares))
     sampler = Sampler(data, batch=sum(shares), shares=shares, rank=task.rank % task.workers, world=task.workers, seed=3)
@@ -119,7 +119,7 @@ def _train(pipe: Any, task: Task, done: list[int]) -> None:
         account.write(Path(task.folder), task.rank)
 
 
-def _made(width: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+def made(width: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(5)
     model = nn.Sequential(nn.Linear(INPUTS, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, OUTPUTS))
     return model, torch.optim.SGD(model.parameters(), lr=0.05)
@@ -136,7 +136,7 @@ def replay(pipe: Any, workers: int, width: int, steps: Sequence[Summed], buckets
     """Repeats a training without commlayer from the samples of each worker in each step: plain means over samples, added in the
     order of the workers. The mean of a bucket may lack workers that did not complete the step. Sends the digests."""
     torch.set_num_threads(1)
-    (model, optimizer), data, digests = _made(width), Samples(STEPS_PER_EPOCH * sum(weights(workers))), []
+    (model, optimizer), data, digests = made(width), Samples(STEPS_PER_EPOCH * sum(weights(workers))), []
     parameters = list(model.parameters())
 
     def stepped(given: Sequence[tuple[Sequence[int], list[torch.Tensor]]]) -> list[torch.Tensor]:

@@ -571,6 +571,7 @@ def coded(script: Any, codec: str, *args: Any, how: str = "module") -> list[dict
         return list(pool(WORLD).call(play, WORLD, script, Setting(how, (jobs[0].address,), codec), *args))
 
 
+@pytest.mark.commit(1)
 @pytest.mark.parametrize("how", ["module", "ddp"])
 def test_session_passes_the_learning_rate_to_codecs(how: str) -> None:
     results = coded(scheduled, "error_feedback(int8(), lr_correction=True)", how=how)
@@ -593,6 +594,7 @@ def sparse_coded(run: Run, sync: Any) -> dict[str, Any]:
     return {"rows": rows} | weights(model)
 
 
+@pytest.mark.commit(2)
 @pytest.mark.parametrize("sync", [None, *(commlayer.LocalSteps(every, overlap=False) for every in (2, 1))], ids=str)
 def test_sparse_gradients_keep_replicas_equal_for_other_codecs_and_sync_modes(sync: Any) -> None:
     one, other = coded(sparse_coded, "topk(ratio=0.05)", sync)
@@ -686,6 +688,7 @@ def never_closed(rank: int, sync: Any, path: str) -> tuple[tuple[int, int], tupl
     return before, after, gone() is None
 
 
+@pytest.mark.commit(2)
 @pytest.mark.parametrize(("sync", "path"), [(None, "allreduce"), (None, "service"), ("forward", "service"),
                                             (commlayer.LocalSteps(2), "service")], ids=str)
 def test_session_closes_when_its_model_is_deleted(sync: Any, path: str) -> None:

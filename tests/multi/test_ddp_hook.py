@@ -124,7 +124,7 @@ def both(rank: int, case: str, hook: str, codec: str, address: str) -> tuple[lis
         mine.state.context.close()
 
 
-@pytest.mark.commit(10)
+@pytest.mark.commit(5)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("hook", HOOKS)
 def test_averages_equal_those_of_the_torch_hook(hook: str, case: str) -> None:

@@ -103,6 +103,7 @@ def stay(rank: int, address: str, plan: str, per_node: int, steps: int) -> tuple
     return {name: b.clone() for name, b in after.items()}, [*same, torch.equal(after["count"], count)]
 
 
+@pytest.mark.commit(2)
 @pytest.mark.parametrize(("plan", "per_node"), [("auto", 2), ("identity()", 1), ("identity()", 2), ("int8()", 1)])
 def test_equal_buffers_keep_their_bits(plan: str, per_node: int) -> None:
     with coordinators(1, WORLD, 0 if plan == "auto" else 1) as jobs:
@@ -126,6 +127,7 @@ def light(rank: int, plan: str, per_node: int, address: str) -> bool:
     return torch.equal(model.f32, Still().f32)
 
 
+@pytest.mark.commit(1)
 @pytest.mark.parametrize(("plan", "per_node"), [("auto", 2), ("identity()", 1), ("identity()", 2)])
 def test_rank_without_weight_has_no_effect(plan: str, per_node: int) -> None:
     with coordinators(1, WORLD, 0 if plan == "auto" else 1) as jobs:

@@ -129,7 +129,7 @@ def completed(results: list[Result]) -> None:
     assert all(bool(p.isfinite().all()) for p in results[0].weights)
 
 
-@pytest.mark.commit(8)
+@pytest.mark.commit(5)
 @pytest.mark.parametrize(("how", "codec", "kind"), [
     *((how, codec, "adamw") for how, codec in MODES), ("stale", "identity()", "adamw"), ("stale", INT4, "adamw"),
     ("module", "identity()", "careful"), ("module", INT4, "careful"), ("module", "identity()", "closure"),

@@ -396,7 +396,7 @@ def ids(value: Any) -> str:
                                               if isinstance(value, Wrong) else str(value))
 
 
-@pytest.mark.commit(12)
+@pytest.mark.commit(9)
 @pytest.mark.parametrize(("row", "how"), [(row, how) for row in WRONG for how in row.hows.split(", ")], ids=ids)
 def test_unaveraged_gradients_end_the_job_on_all_ranks(row: Wrong, how: str) -> None:
     results = pool(WORLD).call(play, row.script, row.kind, how, row.ranks)
@@ -608,7 +608,7 @@ RIGHT: list[tuple[Script, str]] = [
 ]
 
 
-@pytest.mark.commit(13)
+@pytest.mark.commit(9)
 @pytest.mark.parametrize(("script", "how"), [(script, how) for script, hows in RIGHT for how in hows.split(", ")], ids=ids)
 def test_averaged_gradients_are_accepted_and_ranks_stay_equal(script: Script, how: str) -> None:
     one, other = pool(WORLD).call(play, script, "mlp", how)
@@ -716,6 +716,7 @@ def strangers(rank: int, how: str) -> list[str]:
     return lines
 
 
+@pytest.mark.commit(3)
 @pytest.mark.parametrize(("how", "what", "names"), [
     ("named", "SGD updates 2 ", ("critic.weight (parameter 0 of group 1, shape (5, 2))", "critic.bias (parameter 1 of ")),
     ("unnamed", "SGD updates 2 ", ("Sequential.0.weight (parameter 0 of group 1, shape (5, 2))", "Sequential.0.bias ")),
@@ -765,6 +766,7 @@ def steps_in_backward(rank: int, when: str, how: str, by: str) -> tuple[str, boo
     return outcome(run), same(before, parameters(model))
 
 
+@pytest.mark.commit(4)
 @pytest.mark.parametrize(("when", "how", "by"), [
     ("before", "module", "optimizer"), ("after", "module", "optimizer"), ("torch", "module", "optimizer"),
     ("after", "ddp", "optimizer"), ("other", "module", "optimizer"), ("before", "module", "hand"), ("after", "module", "hand"),

@@ -279,6 +279,7 @@ def infinite(rank: int, address: str, at: int, what: str) -> tuple[list[Any], fl
     return [*rows, training.weights()], exchanges
 
 
+@pytest.mark.commit(2)
 @pytest.mark.parametrize(("what", "at"), [("weights", H + 1), ("gradients", 1), ("gradients", H - 1)])
 def test_outer_step_with_infinite_weights_is_dropped_and_skipped_steps_align(what: str, at: int) -> None:
     """A skipped step may be the last of an outer step: then the exchange precedes the next forward pass."""

@@ -258,7 +258,7 @@ def same_when_cut(codec: str, seeds: int, options: dict[str, Any] | None = None,
     return expected.added
 
 
-@pytest.mark.commit(3)
+@pytest.mark.commit(2)
 @pytest.mark.parametrize("codec", CODECS)
 def test_cuts_at_any_byte_change_no_bit(codec: str) -> None:
     assert set(same_when_cut(codec, 3).values()) == {WORLD * STEPS}
@@ -269,6 +269,7 @@ def test_changed_weights_are_not_sent_twice() -> None:
     assert set(same_when_cut("topk(ratio=0.1)", 3, weighed=True).values()) == {WORLD * STEPS}
 
 
+@pytest.mark.commit(1)
 @pytest.mark.parametrize("which", ["some", "all"])
 def test_stale_results_are_equal_after_cuts(which: str) -> None:
     layout = default_plan(job(), codec="topk(ratio=0.1)", path="service", servers=2, ranks_per_node=1, fuse_nbytes=2048,
@@ -401,6 +402,7 @@ UNREAD_NBYTES = 2 << 20
 """Less than this is sent again after a cut: the part that was cut, and what a gRPC stream had not delivered yet."""
 
 
+@pytest.mark.commit(2)
 @pytest.mark.skipif(not credit.SUPPORTED, reason="bodies are cut on Linux only")
 @pytest.mark.parametrize("kind", [InboxTransport, GrpcEnd], ids=["tcp", "grpc"])
 @pytest.mark.parametrize("way", [UP, DOWN], ids=["up", "down"])

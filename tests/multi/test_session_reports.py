@@ -8,7 +8,6 @@ import re
 import time
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -30,7 +29,7 @@ from support.attached import (
 )
 from support.components import Calls
 from support.coordinators import until
-from support.jobs import FakeJob, distributed_job
+from support.jobs import distributed_job
 from support.rank_pool import Servers, pool, quick, ranks_first
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -80,6 +79,7 @@ def train(rank: int, how: str, address: str) -> dict[str, Any]:
     return results
 
 
+@pytest.mark.commit(3)
 @pytest.mark.parametrize(("how", "exchanges"), [
     ("service", STEPS), ("allreduce", STEPS), ("staged", STEPS), ("DDP", STEPS), ("local steps", 2), ("overlapped", 1),
 ])
@@ -121,6 +121,7 @@ def noisy(rank: int, address: str, noise: float) -> list[float]:
     return found
 
 
+@pytest.mark.commit(1)
 @pytest.mark.parametrize("noise", [0.5, 2.0])
 def test_gradient_noise_scale_is_a_metric(noise: float) -> None:
     """Within 30 % of the truth and equal on all ranks; 0 until enough steps were compared."""
@@ -156,6 +157,7 @@ def agreeing(rank: int, address: str, codec: str, overlap: bool) -> tuple[list[f
     return found, sum("a mean cosine of" in line for line in lines)
 
 
+@pytest.mark.commit(1)
 @pytest.mark.parametrize(("codec", "overlap"), [("identity", False), ("int4", False), ("int4", True)])
 def test_agreement_of_deltas_is_a_metric_and_logged_once(codec: str, overlap: bool) -> None:
     with Servers(WORLD, 1) as servers:
@@ -207,6 +209,7 @@ def watched(run: Run) -> list[tuple[str, int, int]]:
     return seen
 
 
+@pytest.mark.commit(1)
 @pytest.mark.parametrize("how", ["module", "ddp"])
 def test_observers_are_called_in_order_before_and_after_the_commit(how: str) -> None:
     with coordinators(1, WORLD, 1) as jobs:
@@ -239,6 +242,7 @@ def recorded(rank: int, sync: str) -> list[tuple[float, float]]:
         return list(zip(by_clock_s, [step.marks["end"] for step in recorder.steps], strict=False))
 
 
+@pytest.mark.commit(1)
 @pytest.mark.parametrize("sync", ["step", "forward"])
 def test_recorded_step_times_exclude_observers(sync: str) -> None:
     for steps in pool(WORLD).call(recorded, sync):
@@ -394,6 +398,7 @@ def traced(rank: int, address: str, file: str, changes: dict[int, str], steps: i
     return 0
 
 
+@pytest.mark.commit(2)
 @pytest.mark.parametrize(("changes", "done", "first", "note"), [
     # It asks after 2, 4, 8, 16 steps; what has begun when it asks has its first whole step one later.
     ({5: "basis"}, 12, 9, ""),
@@ -442,17 +447,6 @@ def test_local_steps_have_nothing_to_trace(tmp_path: Path) -> None:
         lines = ranks.call(refused_to_trace, servers.address, str(tmp_path / "t.json"))
     assert [code_of(line) for line in lines] == ["E-TRACE"] * WORLD
     assert all("local steps" in line for line in lines)
-
-
-def test_trace_of_a_short_job_is_reported_as_incomplete(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    file = str(tmp_path / "t.json")
-    with commlayer.attach(mlp(), config={"trace": file}):
-        assert caplog.messages == [f"no trace in {file}: this process trains alone"]
-    connection = FakeJob(SimpleNamespace(plan=None, counters=SimpleNamespace(exchanges=0)))
-    trace.Tracer(connection, Path(file), 3, planning=False, warm=2)
-    for end in connection.on_close:
-        end()
-    assert caplog.messages[1:] == [f"no trace in {file}: the job ended after 0 steps, before 3 steps were recorded"]
 
 
 def traced_in_join(rank: int, address: str, file: str) -> list[int]:

@@ -309,6 +309,7 @@ def play(rank: int, name: str, address: str) -> dict[str, torch.Tensor]:
     return ROWS[name].script(Run(rank, address))
 
 
+@pytest.mark.commit(6)
 @pytest.mark.parametrize("name", ROWS)
 def test_sites_train_as_one_fsdp_job(name: str) -> None:
     wanted = pool(WORLD).call(play, name, "")[0]
@@ -459,6 +460,7 @@ def coded(rank: int, codec: str, address: str, how: str, shards: bool) -> dict[s
     return trained(run, model, sgd(model), steps=2 * STEPS)
 
 
+@pytest.mark.commit(2)
 @pytest.mark.parametrize(("codec", "how"), [
     ("int8()", ""), ("error_feedback(int4())", ""), ("error_feedback(topk(ratio=0.1))", ""),
     ("error_feedback(topk(ratio=0.1))", "cleared"), ("error_feedback(topk(ratio=0.1))", "switched"),
@@ -505,6 +507,7 @@ def local_steps(rank: int, name: str, address: str, sharded: bool) -> dict[str, 
         return whole(model)
 
 
+@pytest.mark.commit(2)
 @pytest.mark.parametrize("name", SYNCS)
 def test_local_steps_of_a_site_are_those_of_one_worker(name: str) -> None:
     with coordinators(1, SITES, 1) as jobs:
@@ -657,6 +660,7 @@ def unlike(rank: int, sizes: tuple[int, ...], codec: str, address: str, how: str
     return whole(model)
 
 
+@pytest.mark.commit(2)
 @pytest.mark.parametrize(("sizes", "codec", "how"), [
     ((2, 1), "identity()", "shards"), ((2, 1), "int4()", "plain"), ((4, 2, 1), "identity()", "plain"),
     ((2, 3), "identity()", "shards"), ((4, 2, 1), "error_feedback(int4())", "shards")], ids=str)

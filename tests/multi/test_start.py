@@ -112,6 +112,7 @@ def started(rank: int, name: str) -> tuple[str, float]:
     return timed(lambda: ROWS[name][0](rank))
 
 
+@pytest.mark.commit(9)
 @pytest.mark.parametrize("name", ROWS)
 def test_error_on_one_rank_fails_all_ranks_immediately(name: str) -> None:
     _, code, names = ROWS[name]
@@ -388,6 +389,7 @@ def test_different_optimizers_are_named_on_all_ranks(how: str, kind: str, name: 
     assert_refused(lines[0], "E-RANKS-DIFFER", f": {name}: {values[0]} ", f"{values[1]} ", "on rank 0 (", "on rank 1 (")
 
 
+@pytest.mark.commit(1)
 @pytest.mark.parametrize("kind", ["sgd", "faster", "half"])
 def test_drift_warn_trains_with_different_optimizers(kind: str) -> None:
     for result in pool(PAIR).call(run, "module", "", "warn", kind):
@@ -402,7 +404,7 @@ def test_tensor_learning_rate_is_no_difference() -> None:
 STATES = "the optimizer's state of 0.weight, 0.bias, 2.weight and 3 more differs on rank 1"
 
 
-@pytest.mark.commit(6)
+@pytest.mark.commit(4)
 @pytest.mark.parametrize(("how", "what", "drift", "named"), [
     ("module", "state", "resync", STATES), ("module", "nothing", "end", ""), ("module", "state", "end", STATES),
     ("module", "own state", "resync", STATES), ("ddp", "state", "resync", STATES), ("local", "state", "resync", STATES),

@@ -467,28 +467,6 @@ def test_applied_plus_residual_equals_input_through_all_sync_modes(codec: str, h
 PLAIN = {"overlap": "", "codes": "gradients", "local_steps": 1}
 
 
-def back_and_forth(rank: int, address: str, optimizer: str, ways: list[str]) -> list[torch.Tensor]:
-    training = Training(rank, address, ways[0], optimizer=optimizer, codec="topk(ratio=0.1)")
-    for way in ways:
-        training.switch(way)
-        training.train(2)
-    training.session.synchronize()
-    result = training.tensors()
-    training.session.close()
-    return result
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("optimizer", ["momentum", "adamw"])
-def test_gradients_and_forward_give_the_same_weights_bit_for_bit(optimizer: str) -> None:
-    runs = []
-    for ways in (["gradients"] * 4, ["gradients", "forward"] * 2, ["forward", "forward", "gradients", "gradients"]):
-        with Servers(WORLD, 1) as servers:
-            runs += pool(WORLD).call(back_and_forth, servers.address, optimizer, ways)
-    for run in runs:
-        assert all(torch.equal(a, b) for a, b in zip(run, runs[0], strict=True))
-
-
 def through(rank: int, address: str, optimizer: str, how: str) -> dict[str, Any]:
     """From gradients to local steps and back to a plan of gradients."""
     training = Training(rank, address, "gradients", optimizer=optimizer, how=how, codec="topk(ratio=0.1)", drift="end",

@@ -79,6 +79,7 @@ def test_wait_for_a_finished_rank_that_hosts_the_server_fails_immediately() -> N
     assert_refused(waited, "E-UNEQUAL-PASSES", "PeerLost: worker 0: ", f" {STEPS - 1} ")
 
 
+@pytest.mark.commit(2)
 @pytest.mark.parametrize("how", ["service", "allreduce", "ddp", "buffers"])
 def test_equal_numbers_of_passes_end_without_an_error(how: str) -> None:
     with Servers(WORLD, 0 if how == "allreduce" else 1, deadline_s=FAR_S) as servers:

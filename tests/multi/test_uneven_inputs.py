@@ -269,6 +269,7 @@ def adversarial(rank: int, how: str, batches: list[int], address: str, second: s
     return list(result)
 
 
+@pytest.mark.commit(1)
 @pytest.mark.parametrize("how", ["service", "allreduce"])
 def test_sessions_of_two_models_share_their_join(how: str) -> None:
     batches, servers = [0, 4, 2], int(how == "service")
@@ -311,6 +312,7 @@ def one_enters(rank: int, how: str, drift_steps: int, address: str) -> str:
     return line
 
 
+@pytest.mark.commit(1)
 @pytest.mark.parametrize("how", ["service", "allreduce"])
 def test_join_not_entered_by_one_rank_is_named_on_all(how: str) -> None:
     """Immediately if ranks exchange anything else; otherwise at the deadline."""

@@ -121,7 +121,10 @@ def test_every_option_is_a_path_of_the_tree(name: str, codec: str) -> None:
             assert [op.name for op in ways[option]] == [op.name for op in ways[other]]
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case.model in ("lstm", "vgg16")], ids=lambda c: c.model)
+QUICK = ("lstm", "vgg16")
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.model in QUICK], ids=lambda c: c.model)
 def test_direction_of_the_experiments(case: Case) -> None:
     steps = run(case)
     assert steps.espresso_s <= steps.gpu_s < steps.dense_s
@@ -129,7 +132,8 @@ def test_direction_of_the_experiments(case: Case) -> None:
     assert 0 < steps.compressed < len(published(case.model).tensors), "most tensors stay dense"
 
 
-@pytest.mark.parametrize("case", CASES, ids=[case.model for case in CASES])
+@pytest.mark.parametrize("case", [
+    pytest.param(case, id=case.model, marks=[] if case.model in QUICK else [pytest.mark.nightly]) for case in CASES])
 def test_plan_is_no_longer_than_that_of_espresso(case: Case) -> None:
     """Espresso's plan for vgg16 sends 411 MB at once. Workers cannot; both plan parts."""
     best = plan(published(case.model), cluster_of(case.testbed), profile(case.codec), Policy(objective="step", whole_tree=True))

@@ -63,6 +63,7 @@ def bits(values: list[float]) -> list[str]:
 
 
 @pytest.mark.timeout(200)
+@pytest.mark.nightly
 def test_native_loop_stays_within_its_arrays_and_equals_the_portable_one(driver: Path) -> None:
     text, expected = [], []
     for seed in range(PROBLEMS):

@@ -127,7 +127,8 @@ def cases() -> dict[str, Case]:
 
 NIGHTLY = {
     "vgg16 8x8*v100@25g", "bert-large 4x8*v100@100g", "vit-b16 16xrtx3060@1g", "300 tensors homes", "bert-base mixed exact",
-    "bert-base mixed", "gpt2 10-900 x8", "resnet50 20-900 x32", "resnet50 20-900 x32 step",
+    "bert-base mixed", "gpt2 10-900 x8", "resnet50 20-900 x32", "resnet50 20-900 x32 step", "resnet50 4*rtx3090 homes",
+    "small homes forward", "drawn 0", "drawn 3",
 }
 """Cases that take long."""
 

@@ -23,6 +23,8 @@ from support.event_stream import START, stream
 
 from commlayer.cli.serve import _costs_file
 from commlayer.config import Config
+from commlayer.engine.buckets.current_step import Counters
+from commlayer.engine.buckets.units import Units
 from commlayer.engine.job.run_events import RunEvents
 from commlayer.errors import InvalidInput
 from commlayer.last_run import folder, remembered
@@ -321,8 +323,8 @@ def test_end_of_the_run_is_a_cause(reason: str, cause: str) -> None:
 def test_message_about_a_loss_is_recognized() -> None:
     stream = RunEvents()
     stream.loss(float("nan"))
-    stream._read_loss()
-    (line,) = stream.log.since(0).lines
+    stream.step(7, time.perf_counter(), Counters(), Units(1))
+    line = stream.log.since(0).lines[0]
     event = events.decode(line)
     assert isinstance(event, LogEvent)
     assert list(causes(view_of(event), event)) == [("loss", "")]
@@ -332,21 +334,21 @@ class Webhook:
     """A local server that keeps what is posted to it. `hangs`: it does not answer before close()."""
 
     def __init__(self, *, hangs: bool = False) -> None:
-        self.got, self._end = list[tuple[str, bytes]](), threading.Event()
+        self.got, end = list[tuple[str, bytes]](), threading.Event()
         outer = self
 
         class Handler(http.server.BaseHTTPRequestHandler):
             def do_POST(self) -> None:
                 outer.got.append((self.path, self.rfile.read(int(self.headers["Content-Length"]))))
                 if hangs:
-                    outer._end.wait(60)
+                    end.wait(60)
                 self.send_response(204)
                 self.end_headers()
 
             def log_message(self, format: str, *args: Any) -> None:
                 pass
 
-        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._end, self._server = end, http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self._server.server_port}/hook?key=private"
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
 
@@ -401,11 +403,10 @@ def test_alerts_that_come_soon_are_sent_together(webhook: Webhook) -> None:
 def test_receiver_that_hangs_or_fails_is_reported_without_its_address(monkeypatch: pytest.MonkeyPatch,
                                                                      caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(alerts, "SEND_S", 0.3)
-    alert = Alert("done", "The run is done.", "a", START)
     with closing(Webhook(hangs=True)) as hook:
         told = Alerts([receiver_of(hook.url), receiver_of("false"), receiver_of("sleep 60")])
-        told._send(alert)
-    assert len(caplog.records) == 3
+        told.apply(view_of(), MemberEvent(member="worker 1", state="dead"), ["1 was lost."])
+        until(lambda: len(caplog.records) == 3, "all have failed")
     assert "private" not in caplog.text
     told.close()
 

@@ -49,6 +49,7 @@ KINDS: dict[str, Callable[[int, int], torch.Tensor]] = {
     "front-loaded": front_loaded,
     "back-loaded": lambda n, seed: front_loaded(n, seed).flip(0),
     "layers": lambda n, seed: kit.noise(n, seed) * torch.tensor([1.0, 0.01, 5.0, 0.1]).repeat_interleave(n // 4),
+    "rows": lambda n, seed: kit.noise(n, seed) * (kit.noise(n // 64 + 1, seed + 1) > 1).repeat_interleave(64)[:n],
 }
 
 
@@ -61,7 +62,7 @@ def run(codec: Codec, xs: list[torch.Tensor]) -> list[int]:
     return [count(kit.encode(codec, x, state)) for x in xs]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", sorted({*KINDS} - {"rows"}))
 @pytest.mark.parametrize("ratio", [0.01, 0.1])
 def test_recall_and_energy_against_exact_selection(kind: str, ratio: float) -> None:
     codec = topk(ratio=ratio, values="fp32")
@@ -162,13 +163,6 @@ def test_bytes_per_entry(ratio: float) -> None:
 
 
 N_THRESHOLD = 100_003
-KINDS_THRESHOLD: dict[str, Callable[[int, int], torch.Tensor]] = {
-    "normal": kit.noise,
-    "heavy": lambda n, seed: kit.noise(n, seed) * torch.exp(1.5 * kit.noise(n, seed + 1000)),
-    "sorted": lambda n, seed: kit.noise(n, seed).sort().values,
-    "front-loaded": lambda n, seed: kit.noise(n, seed) * torch.linspace(3, 0.01, n) ** 3,
-    "rows": lambda n, seed: kit.noise(n, seed) * (kit.noise(n // 64 + 1, seed + 1) > 1).repeat_interleave(64)[:n],
-}
 
 
 def runs_of(x: torch.Tensor, run: int) -> torch.Tensor:
@@ -177,13 +171,13 @@ def runs_of(x: torch.Tensor, run: int) -> torch.Tensor:
     return rows.view(-1, run)
 
 
-@pytest.mark.parametrize("kind", KINDS_THRESHOLD)
+@pytest.mark.parametrize("kind", sorted({*KINDS} - {"layers", "back-loaded"}))
 @pytest.mark.parametrize("ratio", [0.01, 0.1])
 def test_runs_are_whole_and_hold_the_energy_of_the_best_runs(kind: str, ratio: float) -> None:
     codec = block_threshold(ratio=ratio, values="fp32")
     state = codec.init(Spec((N_THRESHOLD,)))
     for step in range(5):
-        x = KINDS_THRESHOLD[kind](N_THRESHOLD, step)
+        x = KINDS[kind](N_THRESHOLD, step)
         got, rows = runs_of(kit.decoded(codec, kit.encode(codec, x, state), N_THRESHOLD), 16), runs_of(x, 16)
         sent = got.ne(0).any(1)
         assert torch.equal(got[sent], rows[sent])
@@ -259,12 +253,6 @@ def test_contribution_of_another_draw_is_refused_without_effect() -> None:
 
 
 N_BLOCKWISE = 4480
-DRAWN: list[Codec] = [
-    qsgd(levels=1),
-    qsgd(),
-    qsgd(block=64, levels=15, norm="l2"),
-    qsgd(levels=127),
-]
 STEP_OF_MAX = {  # codec -> (block, largest error in largest magnitudes of the block); the scale is up to 2^-7 above
     int8(block=64): (64, 0.5 / 127),
     int4(block=64): (64, 0.5 / 7 * (1 + 2**-7)),
@@ -290,30 +278,6 @@ def test_codecs_that_need_feedback_are_contractions(codec: Codec) -> None:
     for x in (kit.noise(N_BLOCKWISE), kit.noise(N_BLOCKWISE) ** 3, kit.noise(N_BLOCKWISE).abs() + 1.0):
         rest = x - kit.decoded(codec, kit.encode(codec, x, codec.init(Spec((N_BLOCKWISE,)))), N_BLOCKWISE)
         assert bool((rest.view(-1, 64).norm(dim=1) < x.view(-1, 64).norm(dim=1)).all())
-
-
-@pytest.mark.parametrize("codec", DRAWN, ids=str)
-@pytest.mark.parametrize("cubed", [False, True])
-def test_stochastic_rounding_is_unbiased(codec: Codec, cubed: bool) -> None:
-    """Over 200 steps, by Hoeffding: a mean of m draws in a range w is off by t with P < 2 exp(-2 m t^2 / w^2).
-
-    Each element with t = w / 4: 2.8e-11, or 1.3e-7 for all of them. All together, once with their signs and once multiplied by
-    the sign of x, which shows a bias towards zero: 5e-14.
-    """
-    x = kit.noise(N_BLOCKWISE, 3) ** 3 if cubed else kit.noise(N_BLOCKWISE, 3)
-    state, steps = codec.init(Spec((N_BLOCKWISE,))), 200
-    total = torch.zeros(N_BLOCKWISE, dtype=torch.float64)
-    least, most = torch.full((N_BLOCKWISE,), math.inf), torch.full((N_BLOCKWISE,), -math.inf)
-    for _ in range(steps):
-        out = kit.decoded(codec, kit.encode(codec, x, state), N_BLOCKWISE)
-        total += out
-        least, most = torch.minimum(least, out), torch.maximum(most, out)
-    error, width = total / steps - x, (most - least).double()
-    drawn = width > 0
-    assert float(drawn.double().mean()) > 0.3
-    assert bool((error.abs()[drawn] <= 0.25 * width[drawn]).all())
-    for sign in (torch.ones(N_BLOCKWISE), x.sign()):
-        assert abs(float((error * sign).mean())) < float(width.max()) * 5.6 / math.sqrt(2 * steps * N_BLOCKWISE)
 
 
 def test_senders_steps_and_server_draw_different_random_numbers() -> None:

@@ -21,14 +21,13 @@ from commlayer.cli import output
 from commlayer.cli.arguments import counted_job, function_of, job_named, made_by, timed_job
 from commlayer.cli.main import run
 from commlayer.cli.plan import report as plan_report
-from commlayer.demo import report, screen
+from commlayer.demo import report
 from commlayer.demo.report import Progress
 from commlayer.demo.settings import DemoSettings, WorkerReport
-from commlayer.planner import builtin, plan
+from commlayer.planner import builtin
 from commlayer.planner.baselines import Curve, one_machine, what_if
 from commlayer.planner.convergence import ALONE
 from commlayer.planner.data.tables import device_named, profile_from_tables
-from commlayer.planner.explanation import diff, explain
 from commlayer.planner.inputs import cluster_from_line
 from commlayer.planner.model import Policy, Question
 
@@ -106,17 +105,6 @@ def test_sites_behind_nat_use_one_rented_server_and_local_steps(commlayer) -> No
     assert code == 0
 
 
-@pytest.mark.parametrize(("model", "line"), [
-    ("gpt2", ["8 samples of 1,024 tokens", "rtx3060 in bf16, 10.2 TFLOP/s: 40% of its data sheet", "needs 7.0 of 12 GB"]),
-    ("lstm", ["80 samples of 20 tokens", "rtx3060 in FP32", "published times of a V100", "activations are unknown"]),
-    ("vgg16", ["32 samples per worker"]),
-])
-def test_verdict_lists_its_assumptions(commlayer, model: str, line: list[str]) -> None:
-    _, out, _ = commlayer("estimate", model, "--homes", "3xrtx3060@100/20Mb")
-    wanted = [*line, "optimizer: AdamW", "network: homes behind NAT", "mode: ", "GB/month"]
-    assert [each for each in wanted if each not in " ".join(out.split())] == []
-
-
 def test_batch_larger_than_memory_is_split_into_micro_batches(commlayer) -> None:
     machines = ("--homes", "2xrtx3060@100/20Mb,rtx4090@100/20Mb")
     _, out, _ = commlayer("estimate", "gpt2", *machines, "--batch", "512", "--sync", "step")
@@ -130,6 +118,7 @@ def test_batch_larger_than_memory_is_split_into_micro_batches(commlayer) -> None
     assert "NOT FIT" not in out
 
 
+@pytest.mark.nightly
 def test_model_that_does_not_fit_has_no_gain_and_no_commands(commlayer) -> None:
     code, out, _ = commlayer("estimate", "llama3.2-3b", "--homes", "3xrtx3060@100/20Mb", "--json", "e.json")
     result = json.loads(Path("e.json").read_text())
@@ -142,19 +131,6 @@ def test_model_that_does_not_fit_has_no_gain_and_no_commands(commlayer) -> None:
     _, adapters, _ = commlayer("estimate", "llama3.1-8b-lora16", "--homes", "3xrtx3060@100/20Mb")
     assert "QLoRA" in adapters.splitlines()[-1]
     assert "train adapters" not in adapters, "they are trained already"
-
-
-def test_local_step_plan_is_labelled_and_compared_with_the_best_synchronous_plan(commlayer) -> None:
-    record = ("estimate", "gpt2", "--homes", "3xrtx3060@100/20Mb")
-    _, local, _ = commlayer(*record)
-    assert re.search(r"^mode: \d+ local steps", local, re.M)
-    _, exact, _ = commlayer(*record, "--sync", "step")
-    assert "\nmode: synchronous" in exact
-    best, mine = (re.search(r'^ sync="step" +([\d,.]+) ', out, re.M) for out in (local, exact))
-    assert best is not None
-    assert mine is not None
-    assert best[1] == mine[1]
-    assert 'sync="auto"' not in exact
 
 
 @pytest.mark.parametrize(("model", "line", "more", "verdict"), [
@@ -214,23 +190,6 @@ def test_unknown_noise_scale_gives_a_range_and_a_way_to_measure_it(commlayer) ->
     assert 'session.metrics()["noise_scale"]' in out
     for noise, gain in (("14", low), ("1e9", high)):  # 1.8 batches of 8 samples, as in small models
         assert estimate("--noise-scale", noise)[1]["gain_over_alone"] == pytest.approx(gain, rel=0.1)
-
-
-def test_sources_of_convergence_factors_are_printed_on_request(commlayer) -> None:
-    made = ("estimate", "gpt2", "--homes", "3xrtx3060@100/20Mb")
-    assert "1812.06162" not in commlayer(*made)[1]
-    out = commlayer(*made, "-v")[1]
-    assert all(source in out for source in ("1812.06162", "2503.09799", "2501.18512"))
-
-
-@pytest.mark.parametrize(("name", "memory", "source"), [
-    ("muon", "optimizer 0.5", "for Muon"), ("lion", "optimizer 0.5", "like AdamW, whose steps have one size"),
-    ("adamw", "optimizer 1.0", "2501.18512"),
-])
-def test_optimizers_have_their_own_memory_and_sources(commlayer, name: str, memory: str, source: str) -> None:
-    out = " ".join(commlayer("estimate", "gpt2", "--homes", "3xrtx3060@100/20Mb", "--optimizer", name, "-v")[1].split())
-    assert memory in out
-    assert source in out
 
 
 @pytest.mark.nightly
@@ -299,14 +258,6 @@ def test_wrong_arguments_are_one_line_with_a_code(commlayer, arguments: tuple[st
     code, out, errors = commlayer(*arguments)
     assert (code, out) == (2, "")
     assert re.fullmatch(rf"commlayer: .*{re.escape(what)}.*`commlayer{page} --help` \[E-CLI-OPTION\]\n", errors)
-
-
-@pytest.mark.parametrize("arguments", [(), ("keys",), ("plan",)])
-def test_command_without_arguments_lists_its_subcommands(commlayer, arguments: tuple[str, ...]) -> None:
-    code, out, errors = commlayer(*arguments)
-    assert code == 2
-    assert errors == ""
-    assert "Commands" in out
 
 
 def test_generated_cluster_file_can_be_planned_with(commlayer) -> None:
@@ -452,27 +403,6 @@ def test_failed_write_leaves_no_file(commlayer, tmp_path: Path) -> None:
     code, out, errors = commlayer("plan", "create", "lstm", "--nodes", NODES, "--out", "next.json")
     assert (code, out, errors) == (2, "", "commlayer: next.inputs.json: Is a directory [E-CLI-OPTION]\n")
     assert sorted(path.name for path in tmp_path.iterdir()) == [obstacle, "plan.inputs.json"]
-
-
-@pytest.mark.parametrize("width", [80, 120])
-def test_tables_fit_the_page_without_breaking_words(width: int) -> None:
-    job, machines = builtin("bert-base"), cluster_from_line("2xrtx3060@100/20Mb,rtx4090@1Gb")
-    record, other = plan(job, machines), plan(job, machines, None, Policy(codecs=("topk(ratio=0.01)",)))
-    big = max(record.buckets, key=lambda b: b.numel)
-    curve = what_if(job, machines, gpus=["v100"])
-    console = Console(width=width, markup=False, highlight=False)
-    for parts, whole in (
-        ([plan_report.by_decision(record, job)],
-         [big.codec, *big.path.split(), "such as", *{b.why.reason.split()[0] for b in record.buckets if b.why}]),
-        (plan_report.explanation(explain(record, big.id, job, machines)), ["encode@", "up:rtx3060-0", "." * 8]),
-        (plan_report.difference(diff(record, other, job), "a.json", "b.json"), [big.codec, "topk(ratio=0.01)"]),
-        (plan_report.curve(curve), ["v100", *(word for point in curve.points for word in point.codec.split())]),
-    ):
-        with console.capture() as warning:
-            for part in parts:
-                output.render(console, part)
-        assert max(map(len, warning.get().splitlines())) <= width
-        assert [word for word in whole if word not in warning.get()] == []
 
 
 MODEL = '''
@@ -706,13 +636,3 @@ def test_no_target_without_a_single_machine_loss() -> None:
     progress = progress_of({"commlayer": FASTER})
     assert progress.target() is None
     assert [row.target_s for row in progress.rows({})] == [None] * 3
-
-
-def test_loss_curve_falls_from_top_left_to_bottom_right() -> None:
-    lines = [line.plain for line in screen.canvas({"alone": progress_of({"alone": FALLING}).curve("alone")}, 20, 40, 8)]
-    plot = [line.partition("│")[2] for line in lines[:8]]
-    assert [len(line) for line in plot] == [40] * 8
-    places = [[x for x, dots in enumerate(line) if dots != " "] for line in plot]
-    assert all(places)
-    assert [min(line) for line in places] == sorted(min(line) for line in places)
-    assert max(places[-1]) >= 36

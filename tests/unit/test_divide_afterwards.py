@@ -141,6 +141,7 @@ def run(codec: Codec, weights: Weights, *, deaths: bool = True, discards: bool =
 
 
 @pytest.mark.commit(60)
+@pytest.mark.commit(15)
 @pytest.mark.parametrize("backend", kit.AVAILABLE)
 @pytest.mark.parametrize("weights", WEIGHTS)
 @pytest.mark.parametrize("codec", [*CODECS, SERVER_ONLY], ids=str)

@@ -138,7 +138,7 @@ def _of_commlayer(line: Line) -> str:
 
 
 def options_of(parser: argparse.ArgumentParser) -> set[str]:
-    return {*parser._option_string_actions}
+    return {*re.findall(r"(?<![\w-])--?[a-z][\w-]*", parser.format_usage())} | {"-h", "--help"}
 
 
 def _of_bench(line: Line) -> str:

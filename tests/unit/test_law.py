@@ -328,10 +328,6 @@ def test_learning_rate_is_taken_from_the_first_nonzero_group() -> None:
     assert learning_rate(None, 1.0) == 1.0
 
 
-def test_table_has_enough_rows() -> None:
-    assert len(CODECS) * len(EVENTS) >= 550
-
-
 SLICES = (Slice(0, 0, 40), Slice(1, 0, 25), Slice(2, 5, 35))
 NUMEL = 95
 EDGES = (0, 40, 65, 95)

@@ -21,7 +21,6 @@ from bench.learning.factors import (
     Cost,
     cost,
     costs,
-    held_out,
     shared_rows,
 )
 from bench.virtual_training import LOOKS, STEPS, Variant
@@ -286,19 +285,6 @@ def test_row_holds_the_median_task_and_a_cautious_one() -> None:
     row, = shared_rows(measured("int4()", 1.0))
     assert (row.codec, row.codes, row.workers, row.tasks, row.runs) == ("int4()", "gradients", 0, 4, 4)
     assert (row.steps, row.steps_high, row.loss, row.loss_high) == pytest.approx((1.15, 1.24, 0.015, 0.024))
-
-
-def test_tasks_with_equal_ranking_predict_each_other() -> None:
-    results: dict[Variant, Cost] = {}
-    for i, ratio in enumerate((0.1, 0.01, 0.001)):
-        results |= measured(f"topk(ratio={ratio})", 1.0 + i)
-    results |= measured("int4()", 1.05, every=4) | measured("int4()", 1.02)
-    report = held_out(results)
-    assert {one.task for one in report} == set(TASKS)
-    assert all(one.rank_correlation == pytest.approx(1.0) for one in report)
-    assert all(one.error < 0.2 for one in report)
-    backwards = {variant: Cost(4.0 - one.steps if variant.task == "a" else one.steps, 0.0) for variant, one in results.items()}
-    assert next(one for one in held_out(backwards) if one.task == "a").rank_correlation < -0.9
 
 
 @pytest.mark.parametrize(("change", "text"), [

@@ -33,7 +33,7 @@ from commlayer.observe.events import Event, JobEvent, LogEvent, MemberEvent, Ste
 from commlayer.observe.pages import job_feed, web
 from commlayer.observe.pages.job_feed import MAX_STREAMS, JobFeed
 from commlayer.observe.pages.page import document, report
-from commlayer.observe.pages.run_record import MOST_POINTS, RunCurves, RunRecord
+from commlayer.observe.pages.run_record import MOST_POINTS, RunRecord
 from commlayer.observe.pages.web import Page, WebServer, read_token
 
 TOKEN = read_token(b"the job's secret")
@@ -175,13 +175,6 @@ def test_a_button_is_a_post_with_the_token_in_a_header(method: str, path: str, h
     assert presses == [1] * (status == 200)
 
 
-def test_the_page_of_a_server_has_no_button(shared: Served) -> None:
-    connection = http.client.HTTPConnection("127.0.0.1", shared.port, timeout=10)
-    connection.request("POST", "/pause", headers={"Authorization": f"Bearer {TOKEN}"})
-    assert connection.getresponse().status == 404
-    connection.close()
-
-
 def test_used_port_is_one_error(shared: Served) -> None:
     with pytest.raises(InvalidInput) as refused:
         WebServer("127.0.0.1", shared.port, str, {})
@@ -223,16 +216,6 @@ def test_serve_prints_the_address_of_the_page(tmp_path: Path) -> None:
     finally:
         process.terminate()
         process.wait(60)
-
-
-def test_metrics_reflect_the_event_log() -> None:
-    with closing(Served(EventLog(retains=True))) as served:
-        assert fetched(served.address, "/metrics")[0] == 200
-        for event in stream():
-            served.log.append(event)
-        status, text = fetched(served.address, "/metrics")
-        assert status == 200
-        assert "commlayer_step_total" in text
 
 
 def test_metrics_use_the_clock_of_the_events() -> None:
@@ -370,15 +353,6 @@ def test_curves_are_bounded_and_keep_their_extremes() -> None:
     assert max(point[2] or 0.0 for point in points) == 9.0
 
 
-def test_curves_have_no_point_without_steps() -> None:
-    curves, record = RunCurves(), RunRecord()
-    curves.add(record.view)
-    record.apply(JobEvent(time=START, run="x", world=1))
-    record.apply(StepEvent(time=START, rank=0, step=1, steps=0, step_s=1.0))
-    curves.add(record.view)
-    assert curves.points == record.curves.points == []
-
-
 def data_of(page: bytes) -> Any:
     found = re.search(rb'<script id="data" type="application/json">(.*?)</script>', page, re.DOTALL)
     assert found is not None
@@ -409,13 +383,6 @@ def test_finished_run_keeps_its_last_numbers() -> None:
     points = data_of(report(together))["points"]
     assert len(points) == 29
     assert points[-1][7] == points[-2][7]  # of all workers, although they leave one after the other
-
-
-def test_report_shows_the_last_of_several_runs() -> None:
-    later = [JobEvent(time=START + 100, run="another", world=1), StepEvent(time=START + 101, rank=0, step=1, step_s=1.0)]
-    data = data_of(report([*stream(), *later]))
-    assert [(state["run"], len(state["workers"])) for state in data["states"]] == [("another", 1)]
-    assert len(data["points"]) == 1
 
 
 @pytest.mark.parametrize("found", [
@@ -515,16 +482,6 @@ def test_browser_pauses_and_resumes_the_homes_of_this_machine(browser: Browser, 
             browser.until(lambda text: "homes pause" in text, "the page says so")
             browser.value("document.querySelector('#home button').click()")
             until(lambda: not mark.exists(), "the homes train again")
-
-
-def test_members_that_need_attention_are_listed_first(browser: Browser) -> None:
-    with closing(Served(log_of(stream(64)))) as served:
-        browser.look()
-        browser.open(served.url)
-        browser.until(lambda text: "home-63" in text, "the members")
-        first = browser.value("[...document.querySelectorAll('#rows tr')].slice(0, 3).map(row => row.cells[0].textContent)")
-        assert first == ["home-1", "home-0", "home-2"]  # the dead one, then the others by number
-        assert browser.problems == []
 
 
 def test_browser_shows_a_report_from_disk(browser: Browser, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from support.balance import PAPER
 
 from bench.balance_cluster import Disturbance, Ours, PlayedCluster, PlayedStep, moves, run, slow_after
-from bench.lbb import Cubic, Lbb, fit_cubic, spread_s, spread_shares
+from bench.lbb import Cubic, Lbb, fit_cubic
 from commlayer.balance import shares, solve
 from commlayer.balance.balancer import Balancer, Joined, Measurement, Note, SharePolicy, straggler_effect
 from commlayer.balance.profile import WorkerProfile, initial_shares, ladder, profile
@@ -369,10 +369,6 @@ MEASURED_S = (0.08181, 0.08149, 0.08539, 0.39292)
 """Table 2: the four workers at batch 128."""
 
 
-def test_static_optimum_of_the_paper() -> None:
-    assert spread_shares(CURVES, 512, [None] * 4) == pytest.approx([165.8, 167.1, 159.2, 19.9], abs=0.1)
-
-
 def test_rapid_tuning_reproduces_the_third_table_of_the_paper() -> None:
     lbb = Lbb([Cubic(0.0, 0.0, 6e-4, a0) for a0 in PROFILE_A0_S], 512)
     lbb.current = [128] * 4
@@ -399,20 +395,3 @@ def test_lbb_thresholds(times: tuple[float, ...], does: str) -> None:
         assert after == before
     if does == "fine":
         assert after == [before[0] + 1, *before[1:]], "floor(1/2) is taken, ceil(1/2) is given: the sum has grown"
-
-
-def test_within_the_window_a_spike_is_only_fine_tuned() -> None:
-    lbb = Lbb(CURVES, 512)
-    for step in range(40):
-        lbb.observe(step, (1.0, 1.0, 1.0, 1.5))
-    assert lbb.rapid_steps == [0, 30]
-
-
-def test_max_minus_min_is_not_the_makespan() -> None:
-    """A worker without a share still takes its launch time of 100 s and one with little memory 5 s, so the objective does not
-    depend on how the other two divide the rest.
-    """
-    curves = [Cubic(0.0, 0.0, slope, launch) for slope, launch in ((1.0, 0.0), (2.0, 0.0), (1.0, 0.0), (1.0, 100.0))]
-    poor, good = [10, 45, 5, 0], [37, 18, 5, 0]
-    assert spread_s(curves, poor) == spread_s(curves, good) == 95
-    assert [max(curve.time_s(n) for curve, n in zip(curves, split, strict=True) if n) for split in (poor, good)] == [90, 37]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import re
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -72,28 +71,6 @@ def test_screen_of_64_members_fits_and_shows_those_that_need_attention(height: i
     assert len(lines) <= max(height, 18)
     assert any("home-63" in line and "silent" in line for line in lines)
     assert any("more" in line for line in lines)
-
-
-def test_refresh_of_64_members_is_fast() -> None:
-    """With one second of events of all members, all shown on the screen.
-
-    The best of three counts: other load only adds time.
-    """
-    latest = [event for event in stream(64) if START + 19 < event.time <= START + 20]
-    assert len(latest) >= 64
-    times = []
-    for _ in range(3):
-        view, begin = view_at(19, 64), time.thread_time()
-        for event in latest:
-            view.apply(event)
-        shown(view, 20, width=160, height=80)
-        times.append(time.thread_time() - begin)
-    assert min(times) < 0.2
-
-
-def test_screen_before_and_after_the_job() -> None:
-    assert "a job, run -" in "\n".join(shown(JobView(), 0))
-    assert "is dead: no heartbeat for 60.0 s" in "\n".join(shown(view_at(99), 40, width=120))
 
 
 def test_plain_lines_when_output_is_a_pipe() -> None:
