@@ -72,8 +72,8 @@ class Stalled(Record, frozen=True):
 
 
 def stalled_key(generation: int) -> Key:
-    """Returns the key that all STALLED frames have, so one posted receive matches each of them. The bucket and step are in the
-    body."""
+    """Returns the key that all STALLED frames have. A single posted receive therefore matches each of them. The bucket and step
+    are in the body."""
     return key(Header(Kind.STALLED, generation))
 
 
@@ -114,7 +114,7 @@ class SumServer:
     ) -> None:
         """Starts to listen to the members. `recycle` receives the bodies of messages that have been added, for reuse. `replan`
         creates the Summation of a new plan. `pace` is called with this machine's measured upload rate in bit/s. `admit` is
-        called with each worker that joins, and the member that reports it; None if members never change."""
+        called with each worker that joins, and the member that reports it. None: the members never change."""
         self.core, self._transport, self._stall_s, self._recycle = core, transport, stall_s, recycle
         self._members = tuple(members)
         self._dropped: dict[int, str] = {}
@@ -139,7 +139,7 @@ class SumServer:
         self._thread.start()
 
     def listen(self, workers: Iterable[int]) -> None:
-        """Handles messages of these workers from now on. Those that are no members yet may request results."""
+        """Handles messages of these workers from now on. Workers that are not members yet may request results."""
         with self.switching:
             new = {*workers} - self._listened
             self._listened |= new
@@ -348,8 +348,8 @@ class SumServer:
             self._check_stalls()
 
     def _check_stalls(self) -> None:
-        """Sends reports about sums that wait for contributions. Only this thread checks for them: sums are locked while they
-        are journaled, and a disk may block."""
+        """Sends reports about sums that wait for contributions. Only this thread checks for such sums: sums are locked while
+        they are journaled, and a disk may block."""
         self._stalls = self.core.stalled(math.inf)
         before = time.monotonic() - self._stall_s
         for stall in self._stalls:

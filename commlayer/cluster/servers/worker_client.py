@@ -39,8 +39,8 @@ FAILED_S = 0.5
 class WorkerClient:
     """A worker's membership in the job and its connections to the servers.
 
-    The coordinator reports a failure only once, possibly before `subscribe` or while the worker changes its epoch. So the
-    failure is passed to every subscriber.
+    The coordinator reports a failure only once, possibly before `subscribe` or while the worker changes its epoch. The failure
+    is therefore passed to every subscriber.
     """
 
     def __init__(self, config: Config, address: str, request: messages.Join) -> None:
@@ -147,7 +147,8 @@ class WorkerClient:
         if self._failure is not None:
             fail(self._failure)
         for s in self.epoch.servers:
-            # Receives of earlier generations stay posted forever. They must not refer to objects of a worker that was replaced.
+            # Receives of earlier generations stay posted forever. The callbacks must not refer to objects of a worker that was
+            # replaced.
             follow_stalls(self.transport, SERVER_BASE + s.id, generation, functools.partial(self._on_stalled, s.id))
 
     def _on_stalled(self, server: int, report: Stalled) -> None:

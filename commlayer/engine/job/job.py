@@ -74,9 +74,9 @@ class JoinedState:
         """True: this rank has not finished its first step."""
 
     def end_first_step(self) -> None:
-        """Called after this rank's first step: the script can then make all calls that other ranks make. Restores the received
-        optimizer state again, because before that step the script might have changed the optimizer, for example with schedulers
-        that catch up. The received state already contains such changes."""
+        """Called after this rank's first step. From then on the script can make the same calls as on all other ranks. Restores
+        the received optimizer state again, because before that step the script might have changed the optimizer, for example
+        with schedulers that catch up. The received state already contains such changes."""
         self._restore()
         self.local, self._restore, self.fresh = {}, ignore, False  # frees memory as large as model and optimizer
         site_process_group.release()
@@ -109,18 +109,20 @@ os.register_at_fork(after_in_child=_in_child)
 class JobContext:
     """State of the job of a script without other workers. DistributedJob adds what several workers need.
 
-    No thread refers to this object, except weakly. So it is freed with the session and the model, and then leaves the job.
+    No thread refers to this object, except weakly. The job object is therefore freed with the session and the model, and then
+    leaves the job.
     """
 
     plan: Plan | None = None
     groups: Groups | None = None
     joined: JoinedState | None = None
-    """The state that this rank received when it joined a running job; None if it did not join."""
+    """The state that this rank received when it joined a running job. The value is None if this rank did not join a running
+    job."""
     embedded: Sequence[EmbeddedServer] = ()
     """Servers that this rank hosts."""
     id = 0
-    """This rank's number in messages and at the coordinator: the rank that it had when it joined. It does not change when other
-    members leave."""
+    """This rank's number in messages and at the coordinator. The number is the rank that this process had when it joined. The
+    number does not change when other members leave."""
 
     def __init__(self, terms: PlanTerms | None = None, *, logs: bool = True) -> None:
         """`terms`: constraints that the job's plans must respect. `logs`: whether this rank is the one that logs job-wide
@@ -129,7 +131,7 @@ class JobContext:
         self.followers: dict[str, Callable[[], str]] = {}
         """Maps names to functions that return the state of script objects, such as a sampler, as a string for joining ranks."""
         self.passes = 0
-        """Number of training steps since the job began, dropped steps included. It is the same on all ranks."""
+        """Number of training steps since the job began, dropped steps included. The value is the same on all ranks."""
         self.training_id = 0
         """Number that names this training in all its checkpoints; 0 before the first one. Resumed jobs continue it."""
         self.passed_s = 0.0
@@ -147,7 +149,7 @@ class JobContext:
         """The event stream of this rank."""
         self._owner, self._closed = os.getpid(), False
         self._exit: Callable[[], None] | None = None
-        """Function that atexit calls; None if this object needs no end."""
+        """Function that atexit calls. The value is None if this object needs no end."""
 
     def open(self) -> None:
         """Makes the end of the process close the job; the end of model and session, too."""
@@ -201,7 +203,7 @@ class JobContext:
     @property
     def exchanged_steps(self) -> int:
         """Number of training steps (as `passes` counts) whose effect survives the death of any single rank: averaged steps, and
-        local steps in complete exchanges. It is the same on all ranks after the same step."""
+        local steps in complete exchanges. The value is the same on all ranks after the same step."""
         return self.passes
 
     def count_step(self) -> None:
@@ -222,13 +224,13 @@ class JobContext:
     def drop_call(self, error: CommError, generation: int | None = None) -> None:
         """Handles the failure of a call that all ranks make together. Returns if members have left: the call is dropped, and
         the next step runs with the remaining ranks. Otherwise raises the error, with which this rank's part in the job ends.
-        `generation`: epoch in which the call began; None: the current one."""
+        `generation`: epoch in which the call began. None: the current epoch."""
         raise error
 
     def say(self, what: str, level: int = logging.WARNING, *, own: bool = False, event_level: int | None = None) -> None:
-        """Adds a text to `decisions`, with the number of training steps so far, and logs it. `own`: no other rank knows of the
-        decision, so this rank logs it even if another rank logs for its node. `event_level`: its level in the event stream, for
-        good news that people see without configuring logging."""
+        """Adds a text to `decisions`, with the number of training steps so far, and logs it. `own`: True: no other rank knows
+        of the decision, so this rank logs it even if another rank logs for its node. `event_level`: its level in the event
+        stream, for good news that people see without configuring logging."""
         self.decisions.append(f"step {self.passes}: {what}")
         if own:
             self.stream.text(self.decisions[-1], level)
@@ -297,8 +299,8 @@ class DistributedJob(JobContext):
         site: Site | None = None,
     ) -> None:
         """`own`: this rank's number in messages. `matched`: True if all ranks use norm-matched averaging. `first_world`: number
-        of workers with which the job began; 0: the present number. It is the unit of residuals; see Units. `site`: the ranks
-        over which the model is sharded; None: it is not sharded."""
+        of workers with which the job began; 0: the present number. This value is the unit of residuals; see Units. `site`: the
+        ranks over which the model is sharded. None: the model is not sharded."""
         super().__init__(terms, logs=logs)
         self.id, self.groups, self.uplink, self.embedded, self.waits = own, groups, uplink, embedded, waits
         uplink.children = embedded
@@ -309,7 +311,7 @@ class DistributedJob(JobContext):
         self.first_world, self.site = first_world or groups.world, site or Site()
         self.members = FixedMembers()
         self.local: OuterSteps | None = None
-        """Runs local steps and their exchanges; None unless the plan has local steps."""
+        """Runs local steps and their exchanges. None: the plan has no local steps."""
         self._root_cause = RootCause(uplink, waits)
         self.components.add(self._root_cause)
         self.components.add(RowSender(rows))
@@ -375,7 +377,7 @@ class DistributedJob(JobContext):
                 "resent_nbytes": resumed.resent_nbytes, "kept_nbytes": resumed.kept_nbytes}
 
     def worker_for(self, plan: Plan, job: Job, device: torch.device, generation: int = 1) -> Worker:
-        """Creates a worker that runs this plan. It is idle until `follow` makes it current."""
+        """Creates a worker that runs this plan. The new worker is idle until `follow` makes it the current one."""
         codecs = {b.id: codec_of(b, self.groups.node, plan) for b in plan.buckets}
         return Worker(
             job, plan, codecs, device, rank=self.id, members=self.first_world, generation=generation, groups=self.groups,
@@ -404,7 +406,7 @@ class DistributedJob(JobContext):
         self.uplink.subscribe(fail, worker.stalled, left, worker.now.generation)
 
     def _row_failed(self) -> BaseException | None:
-        """Returns why no row of all ranks can arrive any more; None if there is no such reason."""
+        """Returns why no row of all ranks can arrive any more. Returns None if there is no such reason."""
         return self.worker.error
 
     def all_undone(self, undone: dict[int, int]) -> dict[int, int]:
@@ -441,7 +443,7 @@ class DistributedJob(JobContext):
         """Runs `act`, a function that all ranks run together between two steps. If members leave, the remaining ranks run `act`
         again from its start.
 
-        A collective without one of its ranks fails on all ranks, so all of them repeat it.
+        A collective that lacks one rank fails on all ranks, so all of them repeat it.
         """
         while True:
             generation = self.generation
