@@ -53,7 +53,7 @@ class Mailbox:
         self._failed: dict[int | None, CommError] = {}
 
     def failure(self, peer: int | None) -> CommError | None:
-        """Returns the error that ended this peer (None: all peers); None if no error has."""
+        """Returns the error that ended this peer (None: all peers). The value is None if no error has occurred."""
         return self._failed.get(None) or self._failed.get(peer)
 
     def recv(self, peer: int, match: Key | None) -> Handle:

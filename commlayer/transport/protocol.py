@@ -54,7 +54,7 @@ class Kind(enum.IntEnum):
 
 
 class Flag:
-    """Bits of Header.flags. They are plain integers, since they are tested for every frame, and `&` of an enum costs
+    """Bits of Header.flags. The flags are plain integers, because they are tested for every frame, and `&` of an enum costs
     microseconds."""
 
     NONE = 0
@@ -70,7 +70,7 @@ ANSWERED_BY: dict[int, Kind] = {
     Kind.PUSH: Kind.RESULT, Kind.STATE_GET: Kind.STATE, Kind.STATE: Kind.STATE_OK, Kind.PROBE: Kind.PROBE_OK,
     Kind.PLAN: Kind.PLAN_OK, Kind.FOLLOW: Kind.FOLLOWED,
 }
-"""Maps each kind of request to the kind of its answer. Other kinds have no answer."""
+"""Maps each kind of request to the kind of its answer. Frames of all other kinds have no answer."""
 MAY_LACK_ZEROS = frozenset((Kind.PUSH, Kind.RESULT, Kind.FOLLOWED))
 """Kinds whose bodies are sent without zero chunks. Gradients of embeddings and experts have zero chunks; probes must keep their
 size."""
@@ -114,7 +114,8 @@ Key = tuple[int, int, int, int, int, int]
 
 
 def key(h: Header) -> Key:
-    """Returns the header fields by which receives and messages match. They identify a contribution except for its sender."""
+    """Returns the header fields by which receives and messages match. The fields identify a contribution except for its
+    sender."""
     return (h.kind, h.generation, h.step, h.bucket, h.part, h.round)
 
 
@@ -246,7 +247,7 @@ class Transport(Protocol):
 
     def subscribe(self, peer: int, arrived: Callable[[Message], None], ended: Callable[[CommError], None]) -> None:
         """Calls `arrived` with every message from that peer for which no receive is posted, first with those that are kept, and
-        `ended` once, when the peer ends. Both run in the thread that receives, and must neither block nor raise."""
+        `ended` once, when the peer ends. Both callbacks run in the thread that receives, and must neither block nor raise."""
         ...
 
     def wait(self, handle: Handle, deadline: float) -> Message:

@@ -1,8 +1,8 @@
 """Makes gradients sparse if their average has few nonzero elements, for optimizers that update only those elements.
 
-Averages that arrive as sparse entries become the gradient, without dense memory. Other averages are scanned once, whatever
-their codec and sync mode, with the same result. The entries are the same on all ranks, bit for bit. So all ranks make the same
-choice, as replicas of a lazy optimizer must.
+Averages that arrive as sparse entries become the gradient, without dense memory. All other averages are scanned once, whatever
+their codec and sync mode, with the same result. The entries are the same on all ranks, bit for bit. All ranks therefore make
+the same choice, as replicas of a lazy optimizer must.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ def sparse_averages(worker: Worker, lazily: Mapping[int, nn.Parameter]) -> dict[
 
 
 def joined(parts: Sequence[tuple[torch.Tensor, torch.Tensor]], shape: torch.Size) -> torch.Tensor | None:
-    """Returns one gradient that joins the sparse entries of a tensor's parts, in order; None if there are too many entries, or
-    if some are not finite."""
+    """Returns one gradient that joins the sparse entries of a tensor's parts, in order. Returns None if there are too many
+    entries, or if some entries are not finite."""
     room = shape.numel() // MOST
     if sum(len(idx) for idx, _ in parts) > room:
         return None
@@ -88,8 +88,8 @@ class SparseRows:
     """
 
     def __init__(self, model: nn.Module, parameters: Sequence[nn.Parameter], lazily: Mapping[int, nn.Parameter]) -> None:
-        """`lazily`: parameters of a lazy optimizer, by number; `make_sparse` in this module handles them, by elements instead
-        of rows."""
+        """`lazily`: parameters of a lazy optimizer, by number; `make_sparse` in this module handles the averages of these
+        parameters, by elements instead of rows."""
         weights = sparse_weights(model)
         self._parameters, self._lazily = parameters, lazily
         self._numbers = {number for number, p in enumerate(parameters) if id(p) in weights}

@@ -23,7 +23,7 @@ log = logging.getLogger("commlayer")
 UPDATE_S = 1.0
 """Seconds between two updates."""
 MAX_STREAMS = 8
-"""Number of pages that may be open. Each one needs a thread and a connection."""
+"""Number of pages that may be open. Each page needs a thread and a connection."""
 LAST_S = 1.0
 """Seconds in which clients can take the last update before the server ends."""
 
@@ -31,7 +31,7 @@ LAST_S = 1.0
 class JobFeed:
     """A view of a job that follows an EventLog on a thread of its own, until close(). Thread-safe.
 
-    All clients get the same updates. A client that misses one gets the complete state next, so no update is kept for it.
+    All clients get the same updates. A client that misses an update gets the complete state next, so no update is kept for it.
     """
 
     def __init__(self, events: EventLog, paused: Callable[[], bool] | None = None) -> None:
