@@ -63,12 +63,12 @@ class CodecSpec(msgspec.Struct, frozen=True):
         return f"{self.family}({', '.join(text.removeprefix('inner=') for text in arguments)})"
 
     def get(self, name: str) -> Any:
-        """The value of an argument; None if the family has no such argument."""
+        """The value of an argument. Returns None if the family has no such argument."""
         return dict(self.arguments).get(name)
 
     @property
     def inner(self) -> CodecSpec | None:
-        """The codec that this one wraps; None if it wraps none."""
+        """The codec that this one wraps. Returns None if the codec wraps no other codec."""
         value = self.get("inner")
         return value if isinstance(value, CodecSpec) else None
 

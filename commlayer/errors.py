@@ -15,7 +15,8 @@ from typing import ClassVar, Self
 _CODE = re.compile(r"(?:^| )\[(E-[A-Z][A-Z-]{1,38})\]")
 """A code at the end of a message. docs/reference_pages/error_codes.toml lists all codes."""
 GENERIC = ("", "E-RECORD")
-"""Unspecific codes. If a text quotes an error with one of these codes, the new error keeps its own code."""
+"""Unspecific codes. If a text quotes an error with one of these codes, the new error keeps its own code instead of the quoted
+one."""
 
 
 class Coded(Exception):
@@ -46,7 +47,7 @@ class InvalidState(Coded, RuntimeError):
 
 class CommError(Coded):
     """Communication failed. `peer` names the other side, such as "worker 2" or "server 0"; step and bucket are None if unknown.
-    The message is one printable line, since the peer may have written a part of it."""
+    The message is one printable line, since a part of it may come from the peer."""
 
     default_code: ClassVar[str] = "E-COMM"
 
@@ -219,8 +220,8 @@ def without_code(text: object) -> str:
 
 
 def check_nbytes(nbytes: int, most_nbytes: int, what: str, peer: str) -> int:
-    """Returns `nbytes`, a size that a peer named, if it lies between 0 and `most_nbytes`. Otherwise raises CommError: nothing
-    may be allocated for another size. `what`: what the peer sends."""
+    """Returns `nbytes`, a size that a peer named, if it lies between 0 and `most_nbytes`. Otherwise raises CommError, because
+    no memory may be allocated for another size. `what`: what the peer sends."""
     if not 0 <= nbytes <= most_nbytes:
         raise CommError(f"sends {what} of {nbytes} bytes, but in this job it has at most {most_nbytes}", peer=peer,
                         code="E-SIZE")

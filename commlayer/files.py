@@ -70,8 +70,8 @@ def sync(path: Path) -> None:
 
 
 def between(page: str, begin: str, end: str, made: str) -> str:
-    r"""Returns the page with the text between two marks replaced by `made`. Each mark has its own line. Raises InvalidInput if
-    a mark is missing.
+    r"""Returns the page with the text between two marks replaced by `made`. Each mark must be alone on its line. Raises
+    InvalidInput if a mark is missing.
 
     >>> between("a\n<\nold\n>\nb", "<", ">", "new")
     'a\n<\nnew\n>\nb'

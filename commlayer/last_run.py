@@ -31,7 +31,7 @@ class LastRun(Record, frozen=True):
 
 
 def folder(setting: str) -> Path | None:
-    """Returns the folder that the setting `cache` selects; None if it is empty."""
+    """Returns the folder that the setting `cache` selects. Returns None if the setting is empty."""
     if setting == AUTO:
         return cache_folder() / "runs"
     return Path(setting) if setting else None
@@ -50,16 +50,17 @@ def forget(path: Path | None) -> None:
 
 
 class LastRuns:
-    """The last runs of one job on this machine, one for each division of its workers into sites."""
+    """The last runs of one job on this machine, one run for each division of its workers into sites."""
 
     def __init__(self, path: Path | None = None, job: Mapping[str, str] | None = None) -> None:
-        """`path`: folder of the files; None: nothing is remembered. `job`: what makes it the same job: model, server, network
+        """`path`: folder of the files. None: no run is remembered. `job`: what makes it the same job: model, server, network
         and settings, as texts."""
         self._path, self._job = path, job or {}
         self._saved: LastRun | None = None
 
     def load(self, sites: Iterable[Sequence[int]]) -> LastRun | None:
-        """Returns the last run with sites of these sizes; None if there is none, or another version has written it."""
+        """Returns the last run with sites of these sizes. Returns None if there is no last run, or if another version of
+        commlayer has written it."""
         if self._path is not None:
             with contextlib.suppress(OSError, RecordError):
                 return records.decode(self._file(sites).read_bytes(), LastRun, "last run")

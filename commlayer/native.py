@@ -10,7 +10,7 @@ log = logging.getLogger("commlayer")
 
 
 def load() -> ModuleType | None:
-    """Returns the compiled module commlayer._core; None if the package was installed without a compiler."""
+    """Returns the compiled module commlayer._core. Returns None if the package was installed without a compiler."""
     try:
         return importlib.import_module("commlayer._core")
     except ImportError as error:

@@ -126,7 +126,7 @@ def inputs_of(path: Path) -> PlanFileInputs:
 
 def basis_of(plan: Any) -> Basis | None:
     """Reads the plan and its inputs if `plan` is the path of a plan file with an inputs file; else returns None. Raises
-    ValueError if one of them is invalid or they belong to different models."""
+    ValueError if one of the files is invalid, or if they belong to different models."""
     if not isinstance(plan, str | Path) or str(plan) == "auto" or not os.path.isfile(sidecar(Path(plan))):
         return None
     stored = inputs_of(Path(plan))

@@ -76,14 +76,14 @@ class TensorInfo(Record, frozen=True):
 
 
 class ModelInfo(Record, frozen=True):
-    """What a model's structure and its first batch show of its task, without training it."""
+    """Facts about a model's task that its structure and its first batch show, without training."""
 
     samples: int = 0
     """Samples of the batch; 0: unknown."""
     tokens: int = 0
     """Tokens of a sample, if the model's first layer is an embedding; else 0."""
     vocabulary: int = 0
-    """Words that the model predicts, if they are those of its embedding; else 0."""
+    """Size of the vocabulary that the model predicts, if it equals that of its embedding; otherwise 0."""
     image_side: int = 0
     """Pixels per side of an image of three colors, if the model's first layer is a convolution over images; else 0."""
     classes: int = 0
@@ -93,7 +93,7 @@ class ModelInfo(Record, frozen=True):
 
 
 class Work(Record, frozen=True):
-    """What limits a forward and backward pass. They take the longest of these times."""
+    """The limits on the time of a forward and a backward pass. The passes take the longest of these times."""
 
     product_s: float
     """Seconds of matrix products and convolutions on a V100."""
@@ -234,7 +234,7 @@ class Bucket(Record, frozen=True):
     """Codec of the download from the server; empty: the same as for the upload."""
     by_node: tuple[str, ...] = ()
     """Upload codec of each node, if nodes differ (a slow link uses a smaller ratio); empty: all nodes use `codec`. All codecs
-    must belong to one family, since one server decodes them."""
+    must belong to one family, since one server decodes the payloads."""
     coder: str = ""
     """"gpu": the bucket is encoded on the GPU. Empty: on the CPU."""
     stale: bool = False
@@ -275,8 +275,8 @@ class Plan(Record, frozen=True):
     local_steps: int = 1
     """Number of local training steps per exchange; 1: every step is synchronized."""
     codes: Literal["gradients", "updates"] = "gradients"
-    """What is compressed and exchanged: "gradients", or "updates" (weight changes). More than one local step implies updates;
-    see `steps_locally`."""
+    """The values that are compressed and exchanged: "gradients", or "updates" (weight changes). More than one local step
+    implies updates; see `steps_locally`."""
     overlap: Literal["", "round", "forward"] = ""
     """What runs during an exchange: "" nothing, "round" the next local steps (or the next step), "forward" the next forward
     pass."""
@@ -323,7 +323,8 @@ class Member(Record, frozen=True):
     """Certificate with which the worker registered; empty: the job has no keys. Servers accept only this certificate for the
     worker's rank."""
     site_world: int = 1
-    """Number of workers of its site. They have equal `node`, exchange together, and enter and leave the job together."""
+    """Number of workers of its site. The workers of a site have equal `node`, exchange together, and enter and leave the job
+    together."""
 
 
 def sites_of(members: Iterable[Member]) -> list[tuple[int, ...]]:
@@ -386,7 +387,7 @@ def digest(record: Record) -> str:
 
 
 MALFORMED = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-"""Exceptions that msgspec raises for malformed bytes. It skips unknown fields by recursion."""
+"""Exceptions that msgspec raises for malformed bytes. msgspec skips unknown fields by recursion."""
 
 
 def decode(data: bytes, kind: type[T], what: str) -> T:

@@ -46,7 +46,7 @@ log = logging.getLogger("commlayer")
 
 
 class Session:
-    """One attached model, returned by `attach()`."""
+    """A session of one attached model. `attach()` returns it."""
 
     def __init__(self, driver: SoloDriver | ModuleDriver, replica: Replica, clips: Clipping | None = None) -> None:
         self._driver, self._replica, self._clips = driver, replica, clips
@@ -132,8 +132,8 @@ class Session:
         """Context manager for evaluation: inside it the model has weights and buffers that are the same on all ranks.
 
         Under local steps these are the averages of the last exchange, without the steps since then; the rank's own weights come
-        back at the end. Otherwise weights are the same anyway, and nothing changes. It sends nothing, so ranks need not call it
-        together. Do not train inside it.
+        back at the end. In all other cases the weights are the same anyway, and nothing changes. The method sends nothing, so
+        ranks need not call it together. Do not train inside it.
         """
         with self._replica.averaged(self._context):
             yield
@@ -144,8 +144,8 @@ class Session:
 
         `extra`: further objects by name that have state_dict() and load_state_dict(), such as a sampler or a scheduler; their
         states are kept for each rank. `model`: False leaves out model, optimizer and GradScaler, for frameworks that save them
-        themselves. The directory can be on a shared disk, or on one disk for each machine. The previous checkpoint in it is
-        deleted once this one is complete on all ranks. Under local steps it calls `flush()` first.
+        themselves. The directory can be on a shared disk, or on one disk for each machine. The previous checkpoint in the
+        directory is deleted once the new checkpoint is complete on all ranks. Under local steps it calls `flush()` first.
         """
         self._outside_join("checkpoint()")
         if not self._fresh("checkpoint()"):

@@ -9,9 +9,9 @@ requests in its report; all ranks decide on links (autotune/link_policy.py) and 
        '---- rank 0 requests it ----'      because steps differ from the prediction, or work has moved between ranks
 
 After each step a rank first does what all ranks do together, then decides by itself, then sends its report. Collective actions
-follow from numbers of steps and from reports. So a rank whose decisions fail still does with the others what they do, until
-they have read in its report that it has failed; then all ranks pause automatic changes after the same step. What all ranks
-decide to do together they do when the next reports show that no rank has failed.
+follow from numbers of steps and from reports. If one rank's decisions fail, that rank still takes part in the calls of all
+ranks until they have read of the failure in its report; then all ranks pause automatic changes after the same step. An action
+of all ranks starts when the next reports show that no rank has failed.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ class TuningController(Component):
 
     def end_exchange(self, *, early: bool) -> None:
         """Handles the end of an exchange of local steps, or of one of their fragments: counts the local steps since the
-        previous exchange. An early exchange ends no outer step, so it only restarts the clock."""
+        previous exchange. An early exchange does not end an outer step, so it only restarts the clock."""
         plan, local = self._context.plan, self._context.local
         if early:
             if local is not None and not local.taken:
@@ -200,7 +200,7 @@ class TuningController(Component):
             self._step_over(step_s, waited_s)
         except CommError:
             raise
-        except Exception:  # raised on all ranks, for what they do together fails on all of them or on none
+        except Exception:  # all ranks raise this error together: an action of all ranks fails on all of them or on none
             self._pause()
             raise
         self._raise_failure()
@@ -240,7 +240,8 @@ class TuningController(Component):
 
     @property
     def _watched(self) -> LinkState | None:
-        """The links, while ranks watch them; None before they are measured, and while they are measured again."""
+        """The links, while ranks watch them. The value is None before the links are measured, and while they are measured
+        again."""
         return self.state.links if self._planning and self.state.phase is Phase.WATCHING else None
 
     def _attempt(self, act: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
@@ -332,7 +333,7 @@ class TuningController(Component):
             self._do_agreed()
 
     def _own(self) -> tuple[Report, float]:
-        """Returns what this rank reports, and the step time from which on a step is decisive."""
+        """Returns this rank's report, and the step time above which a step says something about the links."""
         request, decisive_s, links = TuningRequest.NOTHING, math.inf, self._watched
         if links is not None:
             decisive_s = links.watch.decisive_s
@@ -456,8 +457,8 @@ class TuningController(Component):
         return False
 
     def _searched(self, most_s: float) -> bool:
-        """Waits for this rank's search, if it runs one. Returns whether it has found a plan. Raises the error that ended this
-        rank's decisions."""
+        """Waits until this rank's search has ended, if one is running. Returns whether it has found a plan. Raises the error
+        that ended this rank's decisions."""
         if self._failure is not None:
             raise self._failure
         self._search.join(most_s)

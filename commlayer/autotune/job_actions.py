@@ -123,8 +123,8 @@ class JobActions:
             uplink.pace_servers(groups.node, up_bps)
 
     def remember(self, links: Sequence[Link]) -> None:
-        """Writes the plan and this node's link for the next run of the job, unless the job was older when it turned to this
-        plan: such a plan does not suit a job that begins."""
+        """Stores the plan and this node's link for the next run of the job. A plan that the job switched to late is not stored,
+        because such a plan does not suit the start of a job."""
         context = self._context
         if context.plan is self._young:
             # Planning needs servers, even if the plan does not. Homes may come in another order, so no codec is that of a node.
@@ -324,14 +324,14 @@ class JobActions:
 
         if not request.uncapped or self._limited or self._contention:
             return found(request.links)
-        # The measured steps were not limited yet, so they show what the machines do on links without caps.
+        # No cap limited the measured steps, so these steps show the speed of the machines on links without caps.
         free = found(request.uncapped)
         self._contention = self._contention or 1.0
         return found(request.links)._replace(uncapped_s=free.plan.step_s * free.steps)
 
     def _measured_here(self, current: Plan, codecs: Sequence[str], collectives: CollectiveCosts) -> Profile:
-        """Returns the costs of codecs on this machine without other work; the search adds the slowdown by other work. Codec
-        names are complete, as in plans."""
+        """Returns the costs of codecs on this machine when it runs nothing else; the search adds the slowdown by other
+        programs. Codec names are complete, as in plans."""
         active_codecs = {codec for b in current.buckets for codec in (b.codec, b.down) if codec}
         names = sorted({str(build(bare(codec))) for codec in (*codecs, *active_codecs)})
         costs: list[CodecCost] = []
@@ -349,8 +349,8 @@ class JobActions:
         return self._measured
 
     def ask_what_if(self, inputs: Question) -> None:
-        """Finds out what would make the job faster, on a thread of its own, and appends an event about it. Does nothing if that
-        was asked about the same inputs, or a short time ago, or during a search."""
+        """Finds out which change would make the job faster, on a separate thread, and appends an event about it. Does nothing
+        if that was asked about the same inputs, or a short time ago, or during a search."""
         now, uplink = time.monotonic(), self._context.uplink
         if inputs is self._asked or now - self._asked_at < WHAT_IF_S:
             return

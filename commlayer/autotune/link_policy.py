@@ -20,8 +20,8 @@ of the warm-up, and all ranks wait for the plan. No plan shortens computing, whi
 WAITED_STEPS = 2
 """All ranks wait for a plan for at most the time of this many steps."""
 UNEVEN, UNEVEN_S = 1.5, 0.005
-"""A rank counts as slow if it computes this many times as long as the fastest rank, and this many seconds longer. Contention
-for processors and a few system calls explain less."""
+"""A rank counts as slow if its computing takes this many times as long as that of the fastest rank, and this many seconds
+longer. Contention for processors and a few system calls explain less."""
 
 
 def links_hold(step_s: float, waited_s: float) -> bool:
@@ -40,8 +40,8 @@ def measured(state: TuningState, measured: Measured, now: float, names: Sequence
 
 
 def _uneven(measured: Measured) -> str:
-    """Returns a log line about a rank that computes much longer than the others, which no plan can change; "" if there is
-    none."""
+    """Returns a log line that names a rank which computes much longer than the others. No plan can change that. Returns "" if
+    all ranks are about equally fast."""
     computing_s = measured.computing_s
     if not computing_s or max(computing_s) < max(UNEVEN * min(computing_s), min(computing_s) + UNEVEN_S):
         return ""

@@ -31,7 +31,7 @@ FRAGMENTS = 16
 
 
 def exchange_s(plan: Plan, links: Sequence[Link]) -> float:
-    """Returns the seconds of one exchange over the slowest link, if it sends and receives one after the other."""
+    """Returns the seconds of one exchange over the slowest link, if the link sends first and receives afterwards."""
     up, down = (8.0 * sum(parse(codec).bound(b.spec) for b in plan.buckets if (codec := getattr(b, name) or b.codec))
                 for name in ("codec", "down"))
     return max(up / link.up_bps + down / link.down_bps + 4 * link.alpha_s for link in links)

@@ -67,7 +67,7 @@ def begin_search(state: TuningState, step_s: float, pace_s: float = 0.0, *, chec
         return state
     known = state.known[1] if state.known is not None and state.known[0] == state.plan else None
     links = state.links.links
-    # A cap may hold only from now on, so steps so far do not show what the active plan takes under the cap.
+    # The current cap may be new. Steps before it do not show how long the active plan takes under the cap.
     order = SearchRequest(state.plan, known, links, step_s, pace_s or step_s, checks and not state.uncapped, state.uncapped)
     return structs.replace(state, order=order, trial=None, proposal=None, check=None, stale=False, searched=links,
                            alternatives=())

@@ -53,7 +53,7 @@ class Report(NamedTuple):
     failed: float = 0.0
     """1: an error has ended the rank's decisions, so no rank changes anything from now on; otherwise 0."""
     alone: Alone = Alone()
-    """What rank 0 knows about it."""
+    """The speed of the job compared with its fastest machine alone. Only rank 0 knows this speed."""
     allowed_bps: float = 0.0
     """Rate at which the rank's home may send by its caps, in bit/s; 0: it has none."""
     time: WorkerTime = WorkerTime()
@@ -117,8 +117,8 @@ class Reports:
         return rows
 
     def send(self, own: Report, decisive_s: float = float("inf")) -> list[Report]:
-        """Sends this rank's report, with what is known here: step times, and the cost of reports. Returns the reports of all
-        ranks if all ranks wait for them, as after steps longer than `decisive_s`; otherwise an empty list."""
+        """Sends this rank's report with the measured step times and the cost of reports. Returns the reports of all ranks if
+        all ranks wait for them, as after steps longer than `decisive_s`; otherwise an empty list."""
         begin = time.perf_counter()
         self._costs_s.append(self._cost_s)
         step_s, waited_s = map(fmean, zip(*self._steps, strict=True)) if self._steps else (0.0, 0.0)

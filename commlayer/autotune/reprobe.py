@@ -14,16 +14,17 @@ HINTED_S = 1.0
 COST_MOST = 0.02
 """Largest fraction of the time that probes without a hint may take."""
 EXPECTED_S, EXPECTED_TRIPS = 1.5, 28
-"""Assumed duration of a probe before the first one is measured: the longer of these seconds and this many round trips."""
+"""Assumed duration of a probe before the first probe is measured: the maximum of this many seconds and this many round
+trips."""
 
 
 class ReprobeSchedule(Record, frozen=True):
     """Schedule of link probes, as an immutable value: each event returns the next schedule.
 
     A plan for a slow link sends little, so a recovered link is visible only in faster steps. A probe follows soon after such a
-    hint. Without a hint, links are probed at growing intervals: first links that were faster before, later also others, since
-    their measurement may have been disturbed, unless traffic confirms their rates. A probe stops training on all ranks, so it
-    waits until a faster link could have saved as much time as the probe takes.
+    hint. Without a hint, links are probed at growing intervals, unless traffic confirms their rates: first those links that
+    were faster before. Later all links are probed, since an earlier measurement may have been disturbed. A probe stops training
+    on all ranks, so it waits until a faster link could have saved as much time as the probe takes.
     """
 
     since_s: float = math.inf

@@ -1,5 +1,5 @@
-"""The state of a job's tuning on one rank, as an immutable value. Decisions are functions of this state and of what has been
-observed; they return the next state, which holds the proposal, and its reasons (plan_policy.py, link_policy.py)."""
+"""The state of a job's tuning on one rank, as an immutable value. A decision is a function of this state and of an observation.
+The function returns the next state, which contains the proposal, and the reasons (plan_policy.py, link_policy.py)."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from commlayer.planner.model import Basis, Link
 from commlayer.records import Plan, Record
 
 WARM_STEPS = 2
-"""Number of warm-up steps. They determine thresholds, buckets and the forward order, and their times do not represent later
-steps."""
+"""Number of warm-up steps. Warm-up steps determine thresholds, buckets and the forward order, and their times do not represent
+later steps."""
 MEASURED_STEPS = 5
 
 
@@ -54,7 +54,7 @@ Reason = LogLine | StalePlan
 
 
 class Measured(NamedTuple):
-    """What all ranks know after measuring steps and links."""
+    """Results of measuring steps and links, equal on all ranks."""
 
     links: tuple[Link, ...]
     """The link of each node."""
@@ -70,8 +70,7 @@ class Measured(NamedTuple):
 
 
 class LinkState(Record, frozen=True):
-    """What all ranks know about the nodes' links. Equal on all ranks, except for the times in `reprobe`, which come from each
-    rank's clock."""
+    """State of the nodes' links. Equal on all ranks, except for the times in `reprobe`, which come from each rank's clock."""
 
     links: tuple[Link, ...]
     """The links that planning uses, one per node."""
@@ -139,10 +138,10 @@ class Proposal(NamedTuple):
 
 
 class TuningState(Record, frozen=True):
-    """What one rank knows and has decided. From `plan` to `agreed`, fields are equal on all ranks, except for `leads`. The
+    """The knowledge and decisions of one rank. From `plan` to `agreed`, fields are equal on all ranks, except for `leads`. The
     others are about plans; only the rank that leads uses them.
 
-    That rank is searching if there is an `order`, trying if there is a `trial`, otherwise idle.
+    The leading rank is searching if there is an `order`, trying a plan if there is a `trial`, and otherwise idle.
     """
 
     plan: Plan
@@ -157,7 +156,7 @@ class TuningState(Record, frozen=True):
     links: LinkState | None = None
     """None before links are measured."""
     agreed: float | CodecChange | None = None
-    """What all ranks have decided to do together: to wait this many seconds for a search, or to change codecs."""
+    """A decision that all ranks carry out together: to wait this many seconds for a search, or to change codecs."""
 
     order: SearchRequest | None = None
     trial: Proposal | None = None
@@ -188,7 +187,7 @@ class TuningState(Record, frozen=True):
     lateness: float = 1.0
     """Measured step time of the last tried plan, divided by the predicted one; at least 1."""
     alternatives: tuple[Candidate, ...] = ()
-    """Other candidates of the last search, to be tried after the step time of the best one is known."""
+    """Other candidates of the last search. Ranks try them after the step time of the best candidate is known."""
     alone_s: float = 0.0
     auto_times: float = 0.0
     """`alone_s`, `auto_times`: of the last search, as in Candidate."""

@@ -64,7 +64,7 @@ class TrainingSession(Protocol):
 
 
 class DrawnBatch(NamedTuple):
-    """One batch of a step: all of a worker's samples in the step, or one of several micro-batches."""
+    """A batch of a step: all samples that a worker has in the step, or one of several micro-batches."""
 
     step: int
     samples: int
@@ -139,8 +139,8 @@ def split(samples: int, cap: int) -> list[int]:
 def drawn_batches(
     step: int, own: list[T], nothing: list[T], *, least: int, cap: int
 ) -> Iterator[tuple[DrawnBatch, list[T]]]:
-    """Splits a worker's samples of a step into batches. `own`: these samples; a worker without any still takes part, with the
-    batch `nothing` at weight zero."""
+    """Splits a worker's samples of a step into batches. `own`: the samples of this worker. A worker without samples still takes
+    part, with the batch `nothing` at weight zero."""
     if not own:
         yield DrawnBatch(step, 0, 1, True, len(nothing)), nothing
         return

@@ -1,8 +1,8 @@
 """The default balancer: computes each worker's share of the batch in future steps from measured compute times.
 
 Pure: no clock, no threads, no network. Each worker has a linear time model T(B), which follows the worker's measurements. In
-each step the balancer computes the best shares, and announces them if they gain enough. It gives every worker a share, since
-the others would wait for a worker without one as well.
+each step the balancer computes the best shares, and announces them if they gain enough. The balancer gives every worker a
+share, because the other workers would also wait for a worker without one.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ OUTCOME_AFTER = 3
 
 
 class Measurement(Record, frozen=True):
-    """One worker's compute seconds for its batch in a step. A worker without a share may report a batch that it computed on
-    its own."""
+    """The seconds that one worker computes for its batch in a step. A worker without a share may report a batch that it
+    computed on its own."""
 
     worker: int
     batch: int
@@ -152,7 +152,7 @@ class Balancer:
 
     @property
     def shares(self) -> dict[int, int]:
-        """The latest shares by worker. They may be announced for a later step."""
+        """The latest shares by worker. The latest shares may be announced for a later step."""
         return self.latest.by_worker
 
     @property

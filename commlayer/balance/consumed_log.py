@@ -65,7 +65,7 @@ class ConsumedLog:
 
     @property
     def done(self) -> list[Range]:
-        """Ranges whose samples are trained, so they are not assigned again."""
+        """Ranges of samples that have been trained. The dispatcher does not assign them again."""
         busy = merged([*self._left, *(r for given in self.open.values() for ranges in given.values() for r in ranges)])
         edges = [0, *(edge for r in busy for edge in r), self.length]
         return merged(zip(edges[::2], edges[1::2], strict=True))

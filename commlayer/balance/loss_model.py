@@ -41,7 +41,8 @@ class LossModel(Record, frozen=True):
         return (1 - way) * p0 + way * p1  # exact at both ends, because `least_ratio` compares with measured values
 
     def least_ratio(self, codec: str, budget: float) -> float | None:
-        """Returns the smallest ratio whose penalty is within the budget; None if no measured ratio is."""
+        """Returns the smallest ratio whose penalty is within the budget. Returns None if no measured ratio stays within the
+        budget."""
         curve = self._curve(family(codec))
         inside = [i for i, (_, penalty) in enumerate(curve) if penalty <= budget]
         if not inside:

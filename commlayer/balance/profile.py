@@ -26,12 +26,12 @@ from commlayer.errors import InvalidInput
 from commlayer.records import Record
 
 Run = Callable[[int], float]
-"""Function that runs forward and backward of a batch and returns the seconds. It raises MemoryError if memory runs out (the
-caller converts torch's error)."""
+"""Function that runs forward and backward of a batch and returns the seconds. The function raises MemoryError if memory runs
+out (the caller converts torch's error)."""
 
 REPEATS = 9
-"""Timed runs per batch; the mean of the middle three is the batch's time. One untimed run comes first, in which kernels are
-selected."""
+"""Timed runs per batch; the mean of the middle three is the batch's time. An untimed run comes first, because kernels are
+selected in it."""
 HEADROOM = 0.1
 REFINE = 1 / 16
 """Bisection ends when the memory limit is known within this fraction."""
@@ -119,7 +119,7 @@ class InitialShares(Record, frozen=True):
     decision: Decision
     lines: tuple[LinearTime, ...]
     notes: tuple[Note, ...] = ()
-    """One note for each measured time that was invalid and dropped."""
+    """A note for each measured time that was invalid and was therefore dropped."""
 
 
 def initial_shares(
@@ -169,5 +169,6 @@ def _local_line(points: Points, batch: int) -> LinearTime:
     now_s = low[1] + slope_s * (batch - low[0])
     if slope_s < 0 or now_s <= 0:
         return fit_line((low, high))
-    # A convex curve's line may start below zero: then use the line through zero that is exact at this batch.
+    # The local line of a convex curve may be below zero at small batches. In this case, use the line through zero that is exact
+    # at this batch.
     return LinearTime(slope_s, now_s - slope_s * batch) if now_s >= slope_s * batch else LinearTime(now_s / batch)

@@ -99,7 +99,7 @@ class Sampler:
 
     @property
     def last(self) -> bool:
-        """True: the current batch is this worker's last one of the step, so the optimizer steps after it."""
+        """True: this worker has no further batch in the step, so its optimizer steps after the current batch."""
         return self._assignment.last
 
     @property
@@ -202,8 +202,8 @@ class Sampler:
                     self._membership.session_steps[step] = session.step
                 yield from self._assignment.run(parts, session, weigh)
                 if session is not None and session.inspect.may_leave:
-                    # All workers must learn of departures after the same step. At the end of the epoch all steps are
-                    # exchanged: a worker that leaves in the next epoch then takes no samples of this one with it.
+                    # All workers must learn of departures after the same step. At the end of the epoch all steps are exchanged,
+                    # so that a worker that leaves in the next epoch takes no samples of this epoch with it.
                     session.inspect.catch_up(wholly=self._trained.is_last_step())
                 self._commit()
                 self._update_membership(step, session)
@@ -229,9 +229,9 @@ class Sampler:
         return self._trained.is_finished()
 
     def _update_membership(self, step: int, session: TrainingSession | None) -> None:
-        """Processes departures and joins after `step`. Other workers take over the share of a worker that left, and its
-        samples that were not exchanged. A worker that joined takes part with weight zero first; all joined workers get a share
-        from the same step on."""
+        """Processes departures and joins after `step`. If a worker leaves, the other workers take over its share and those of
+        its samples that were not exchanged. A worker that joined takes part with weight zero first; all joined workers get a
+        share from the same step on."""
         if session is not None:
             self._update_members(step, session)
             confirmed, may_leave = session.inspect.confirmed, session.inspect.may_leave
@@ -257,7 +257,7 @@ class Sampler:
             self._schedule.add(change, amends=True)
 
     def _membership_change(self, step: int, session: TrainingSession, membership: SamplerMembership) -> Announcement | None:
-        """Returns the announcement of shares for membership changes after `step`; None without a change. Updates
+        """Returns the announcement of shares for membership changes after `step`. Returns None if there is no change. Updates
         `membership`."""
 
         def lost_from(member: int) -> int:
@@ -298,8 +298,8 @@ class Sampler:
         return state
 
     def _join(self, given: JoinState) -> None:
-        """Continues at the other workers' position. This worker has no share until they have used the batches that they drew
-        before it joined."""
+        """Continues at the other workers' position. This worker has no share until the other workers have used the batches that
+        they drew before it joined."""
         if not given.numbers:
             raise InvalidInput("E-SAMPLER-FOLLOW",
                                "follow: got a sampler with `world` or `shares` in a site that joined a running job; "
@@ -381,7 +381,7 @@ class Sampler:
         self._loaded = True
 
     def _check_state(self, kept: SamplerState) -> None:
-        """Raises RecordError if the state is not of a sampler like this one. It may come from another worker."""
+        """Raises RecordError if the state is not of a sampler like this one. The state may come from another worker."""
         for name in ("length", "batch", "seed"):
             if getattr(kept, name) != getattr(self, name):
                 raise RecordError("E-SAMPLER-STATE",
@@ -407,7 +407,7 @@ class Sampler:
 
     @property
     def _keep_from(self) -> int:
-        """First step whose assignments may still change. Those of earlier steps are final, whichever worker leaves."""
+        """First step whose assignments may still change. Assignments of earlier steps are final, whichever worker leaves."""
         return min([self.step - KEEP_STEPS, *self._membership.session_steps, *self._schedule.lost_since(self.step)])
 
     def _commit_if_applied(self) -> None:

@@ -92,16 +92,16 @@ class SharesSchedule:
 
     @classmethod
     def restarted(cls, announcements: Sequence[Announcement], step: int, shares: Shares) -> SharesSchedule:
-        """Returns a schedule with these shares from `step` on. It replaces the shares in `announcements`, the result of
-        `since(step)`, but keeps the announced lost workers."""
+        """Returns a schedule with these shares from `step` on. The schedule replaces the shares in `announcements`, the result
+        of `since(step)`, but keeps the announced lost workers."""
         lost = {worker: first for a in announcements if a.step >= step for worker, first in a.lost.items()}
         schedule = cls.of([Announcement(step, shares, lost)])
         schedule.newest_step = step - 1  # allows another announcement for this step
         return schedule
 
     def add(self, announcement: Announcement, *, amends: bool = False) -> None:
-        """Adds an announcement. Steps must increase, one announcement per step, so that workers that receive announcements late
-        still agree.
+        """Adds an announcement. The steps of announcements must increase, and a step has at most one announcement, so that
+        workers that receive announcements late still agree.
 
         `amends`: True: if the newest announcement is for the same step, it is extended.
         """
@@ -182,9 +182,9 @@ class SamplerMembership:
 
     def update(self, step: int, members: Sequence[int], shares: Shares, batch: int, least: int,
              lost_from: Callable[[int], int]) -> Announcement | None:
-        """Returns the announcement of shares for a membership change after `step`; None without a change. `shares`: the shares
-        planned for the step in which the change takes effect. `lost_from` maps a lost member's session number to the first
-        step without that member."""
+        """Returns the announcement of shares for a membership change after `step`. Returns None if there is no change.
+        `shares`: the shares planned for the step in which the change takes effect. `lost_from` maps a lost member's session
+        number to the first step without that member."""
         if members == self._current:
             return None
         self._current = tuple(members)

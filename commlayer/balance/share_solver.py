@@ -63,7 +63,8 @@ def solve(models: Sequence[TimeModel], total: int, caps: Sequence[int | None] = 
             low, high = np.where(fits, middle, low), np.where(fits, high, np.maximum(low, middle - 1))
         return low, high
 
-    # Bisection to the last bit of the makespan. What is left after it ends at the same time on any worker that has room.
+    # Bisection to the last bit of the makespan. The remaining samples go to any worker with room, because they end at the same
+    # time on each of them.
     least, most = np.full(len(models), minimum), np.full(len(models), total)
     low_s, high_s = 0.0, curves.times_s(most).max()
     while least.sum() < total and low_s < (middle_s := low_s + (high_s - low_s) / 2) < high_s:

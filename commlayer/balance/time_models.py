@@ -86,8 +86,8 @@ class Curves:
 
     def times_s(self, shares: np.ndarray) -> np.ndarray:
         """Returns the times of the workers' shares. A share above the cap is computed in micro-batches: as few as the cap
-        allows, as equal as possible, as in a training loop. It never takes less time than a smaller share in fewer, larger
-        pieces."""
+        allows, as equal as possible, as in a training loop. Such a share never takes less time than a smaller share in fewer,
+        larger pieces."""
         if (shares <= self._caps).all():
             return self.batches_s(shares)
         pieces = -(-shares // self._caps)

@@ -34,7 +34,8 @@ class Dimension(Record, frozen=True):
 
     @property
     def width(self) -> int:
-        """Number of coordinates of this dimension: one per choice for text, since text has no order; otherwise 1."""
+        """Number of coordinates of this dimension. A text dimension has one coordinate per choice, since texts have no order;
+        any other dimension has 1."""
         return len(self.choices) if self.choices and isinstance(self.choices[0], str) else 1
 
     def coordinates(self, value: Any) -> list[float]:
@@ -151,7 +152,7 @@ class Store:
             write_whole({path: b"".join(complete_lines)})
 
     def add(self, trial: TuningTrial) -> None:
-        """Appends the trial. It is in the file when this returns."""
+        """Appends the trial. The trial is stored in the file when this method returns."""
         with self.path.open("ab") as file:
             file.write(encode(trial) + b"\n")
         self.trials.append(trial)
@@ -176,7 +177,7 @@ class Engine:
         self._values: list[float] = []
 
     def ask(self) -> Settings:
-        """Returns settings that are not tried yet; the best ones again if none is left."""
+        """Returns settings that were not tried before, or the best settings if all were tried."""
         if self._method == "nelder-mead":
             return nelder_mead(self._space, self._tried, self._values, self._seed) or self._best()
         import numpy as np  # imported late, because `commlayer tune --help` and stored searches do not need it
@@ -245,9 +246,9 @@ def nelder_mead(space: SearchSpace, tried: Sequence[Settings], values: Sequence[
     """Returns the next settings of a Nelder-Mead search that has tried `tried` with the results `values`; None if it finds no
     other settings.
 
-    scipy's search runs again with the known values, up to the first settings that have none. So a resumed search continues
-    like an uninterrupted one, and equal settings are tried once. The search begins in the middle; after it has converged, it
-    begins again at random places.
+    scipy's search runs again with the known values, up to the first settings that have none. A resumed search therefore
+    continues like an uninterrupted one, and equal settings are tried once. The search begins in the middle; after it has
+    converged, it begins again at random places.
     """
     import numpy as np
     from scipy.optimize import minimize

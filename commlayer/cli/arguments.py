@@ -133,7 +133,8 @@ def optimizer_named(name: str) -> str:
 
 
 def learning_table(file: str, profile: Profile | None) -> LearningTable | None:
-    """The table from which plans take convergence factors, as in `PlanFileInputs`. None: the profile contains its own rows."""
+    """The table from which plans take convergence factors, as in `PlanFileInputs`. Returns None if the profile contains its own
+    rows."""
     if file:
         return table_of_file(Path(file))
     return None if profile is not None and profile.learning and profile.learning != shipped_table().rows else shipped_table()
@@ -290,8 +291,8 @@ def _model_of(make: Callable[..., Any], text: str) -> tuple[nn.Module, Callable[
 
 
 def of_user(what: str, call: Callable[..., T], *arguments: Any, **options: Any) -> T:
-    """Calls a user's function, or one that calls it, and converts an exception to a one-line error. The user gets a full
-    traceback by running the function directly."""
+    """Calls a function of the user, or a function that calls one, and converts an exception to a one-line error. The user gets
+    a full traceback by running the function directly."""
     try:
         return call(*arguments, **options)
     except InvalidInput as error:
@@ -301,7 +302,7 @@ def of_user(what: str, call: Callable[..., T], *arguments: Any, **options: Any) 
 
 
 def loss_part(option: str, text: str, *, above_0: bool = False) -> float:
-    """Parses a loss budget, a fraction or a percentage, and returns the fraction. Other text raises a one-line error.
+    """Parses a loss budget, a fraction or a percentage, and returns the fraction. Any other text raises a one-line error.
 
     >>> loss_part("--max-loss", "0.02"), loss_part("--max-loss", "2%"), loss_part("--max-loss", "0.5 %")
     (0.02, 0.02, 0.005)

@@ -38,7 +38,8 @@ others did not hear from it, or if another home was lost before the job began; a
 AWAY = "it was not heard from, and joins again"
 """The reason that the server logs for a home that the job has removed."""
 END_S = 30.0
-"""Seconds that a home's other workers get to end after a failure or Ctrl-C. Before they end, they notify the other homes."""
+"""Seconds that a home's other workers get to end after a failure or Ctrl-C. Before the workers end, they notify the other
+homes."""
 
 
 def join(
@@ -241,7 +242,8 @@ def _signal(children: Sequence[Child], number: signal.Signals) -> None:
 
 @contextlib.contextmanager
 def _interrupts_call(handler: Callable[[int, Any], None]) -> Iterator[None]:
-    """Calls `handler` on SIGINT and SIGTERM. It takes no lock, because one signal may interrupt the handler of another."""
+    """Calls `handler` on SIGINT and SIGTERM. The handler takes no lock, because one signal may interrupt the handler of another
+    signal."""
     before = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield

@@ -23,7 +23,8 @@ def init(
     folder: Folder = Path("keys"),
     days: Annotated[int, typer.Option(help="Days until the CA expires.")] = 3650,
 ) -> None:
-    """Create a job's CA (certificate authority). Its folder can admit any machine to the job: keep it on one machine."""
+    """Create a job's CA (certificate authority). The CA's folder can admit any machine to the job: keep this folder on one
+    machine."""
     from commlayer.cluster.keys import authority
 
     until = authority.init(folder, days)

@@ -23,7 +23,7 @@ from commlayer.cluster.calls import messages
 from commlayer.errors import Coded, coded, line_of
 
 USAGE_ERROR: Any = typer.BadParameter.__bases__[0]
-"""What typer raises for unknown or missing options, arguments and commands; it does not export this class."""
+"""The exceptions that typer raises for unknown or missing options, arguments and commands. typer does not export this class."""
 
 POSIX_ONLY = ("fcntl", "resource", "termios")
 """Modules of Python's library that Windows lacks."""

@@ -146,7 +146,7 @@ def check_json(path: Path | None) -> Path | None:
 
 
 def write_json(path: Path | None, data: Any) -> None:
-    """Writes the file of --json; None: the option is missing, and nothing is written."""
+    """Writes the file of --json. None: the user did not give the option, and nothing is written."""
     if path is not None:
         write({path: msgspec.json.encode(data, order="deterministic").decode() + "\n"})
 

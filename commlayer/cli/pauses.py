@@ -1,4 +1,5 @@
-"""When a home trains: at given hours, while no person or other program uses the machine, and unless its owner has paused it.
+"""Decides when a home trains: at given hours, while no person or other program uses the machine, and unless the owner has
+paused the home.
 
 `commlayer join` asks once a second. While there is a reason to pause, the home has left the job and its workers have ended, so
 they hold no memory of the GPU; then it joins again.
@@ -39,7 +40,7 @@ PAUSED = -1
 """Result of a try to train that a pause has ended."""
 ASK_S = 1.0
 LOOK_S = 5.0
-"""Seconds between two looks at what others do on this machine."""
+"""Seconds between two checks of what other programs and users do on this machine."""
 BUSY_S, QUIET_S = 20.0, 300.0
 """A machine counts as used after others have used it for BUSY_S, and as free QUIET_S after the last use."""
 OTHERS = 0.5
@@ -66,7 +67,7 @@ def reason_closed(when: Sequence[Hours], now: datetime.datetime) -> str:
 
 
 class Use(NamedTuple):
-    """What others do on this machine, with the time since when they do."""
+    """Use of this machine by other programs or users, and since when."""
 
     what: str = ""
     """The latest use; "" if there has been none."""
@@ -180,7 +181,7 @@ def resume_homes() -> None:
 
 
 class Machine:
-    """Looks at what other programs do on this machine."""
+    """Checks what other programs and users do on this machine."""
 
     def __init__(self) -> None:
         self._cpu: tuple[float, float, float] | None = None
@@ -257,8 +258,8 @@ def output_of(*command: str) -> str:
 
 @contextlib.contextmanager
 def limited_power(watts: int) -> Iterator[None]:
-    """Limits the power of all GPUs meanwhile; 0: not. Then their usual limits hold again. Raises InvalidInput if nvidia-smi
-    refuses."""
+    """Limits the power of all GPUs meanwhile; 0: not. Afterwards the GPUs have their usual power limits again. Raises
+    InvalidInput if nvidia-smi refuses."""
     query = ("nvidia-smi", "--query-gpu=power.default_limit", "--format=csv,noheader,nounits")
     usual = output_of(*query).split() if watts else []
     if watts and not usual:

@@ -64,7 +64,7 @@ def profile(
 
 
 def _among_ranks() -> tuple[Line, Line] | None:
-    """Costs of collectives inside nodes and between nodes; zero for one process. Only rank 0 returns the costs; other ranks
+    """Costs of collectives inside nodes and between nodes; zero for one process. Rank 0 returns the costs; all other ranks
     return None."""
     from commlayer.config import read_launch
 

@@ -48,7 +48,8 @@ def serve(
 ) -> None:
     """Run a job's coordinator and a summation server; with --join, run only a server of an existing job.
 
-    On another address than loopback, without keys, it creates a CA and prints one line to paste at each home.
+    If the server listens on another address than loopback and has no keys, it creates a CA and prints one line to paste at each
+    home.
     """
     bind, port = split_bind(bind, port)
     options: dict[str, Any] = {"join": join, "bind": bind, "advertise": advertise, "port": port, "insecure": insecure,
@@ -149,7 +150,7 @@ def _keys_of_server(folder: Path, names: list[str]) -> Path:
 
 
 def _address_of(text: str) -> tuple[str, int] | None:
-    """The host and port of --page; None if it is not given."""
+    """The host and port of --page. Returns None if the user did not give the option."""
     if not text:
         return None
     try:

@@ -102,7 +102,7 @@ class Int8(Blockwise, frozen=True):
 
 class Int4(Blockwise, frozen=True):
     """Rounds each element to the nearest of 15 levels, scaled by the largest magnitude of its block. The rounding is biased, so
-    use error feedback. It costs 4 + 16 / block bits per element.
+    use error feedback. A payload has 4 + 16 / block bits per element.
 
     Dettmers, Lewis, Shleifer, Zettlemoyer: 8-bit Optimizers via Block-wise Quantization (2022), with fewer bits.
     """

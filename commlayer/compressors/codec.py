@@ -92,7 +92,7 @@ class Codec(msgspec.Struct, frozen=True):
     """True: a step's payload affects later steps, for example through a residual. An aborted step must then be rolled back with
     `undo`."""
     has_residual: ClassVar[bool] = False
-    """True: workers keep a residual, so `reweigh` can correct what they have sent."""
+    """True: workers keep a residual, so `reweigh` can correct payloads that were sent."""
     has_server_residual: ClassVar[bool] = False
     """True: the server keeps a residual of its sum."""
     in_place: ClassVar[bool] = False

@@ -1,4 +1,4 @@
-"""Codecs that send every element: float32 unchanged, or cast to 16 bits. They keep no state."""
+"""Codecs that send every element: float32 unchanged, or cast to 16 bits. These codecs keep no state."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class _Dense(OneRound, frozen=True):
         return HEADER + self.element_nbytes * n
 
     def store(self, body: Out, x: Array) -> bool:
-        """Writes the elements. Returns False if one of them is not finite in this format."""
+        """Writes the elements. Returns False if an element is not finite in this format."""
         return bool(getattr(kernels.of(body), f"f32_to_{self.kernel}")(body, x))
 
     def check(self, head: payload.Head, numel: int) -> tuple[Any, ...]:

@@ -93,7 +93,7 @@ class ErrorFeedback(CodecWrapper, frozen=True):
         return {"inner": self.inner.init_server(spec)}
 
     def start(self, x: Array, state: State, out: Out) -> int:
-        # The last payload was applied, so undo must not roll it back if this step fails.
+        # The optimizer has applied the last payload, so `undo` must not roll this payload back if the step fails.
         state["_sent"] = state["_reweighed"] = None
         nbytes = self._start(as_array(self.name, "x", x, len(state["residual"]), state["residual"]), state, out)
         state["_sent"] = out[: nbytes if len(self.rounds) == 1 else 0]
@@ -280,7 +280,7 @@ error_feedback, momentum = ErrorFeedback, Momentum
 
 
 def residual_of(state: State) -> Array | None:
-    """Returns the residual in a codec's state; None if the codec keeps no residual."""
+    """Returns the residual in a codec's state. Returns None if the codec keeps no residual."""
     return next((owner["residual"] for _, owner in states(state) if "residual" in owner), None)
 
 

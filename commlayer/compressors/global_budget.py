@@ -84,8 +84,8 @@ class BudgetedTopK(CodecWrapper, frozen=True):
                 "_spec": spec}
 
     def set_entries(self, state: State, entries: int) -> None:
-        """Sets the number of entries from the next step on. A tracked threshold is changed so that about this many entries
-        should exceed it."""
+        """Sets the number of entries from the next step on. A tracked threshold is changed so that about this many entries are
+        expected to exceed it."""
         before, inner = state["entries"], state["inner"]
         if inner["threshold"] and entries != before:
             inner["threshold"] = clamp_threshold(inner["threshold"] * (before / entries) ** (1 / inner["slope"]))
@@ -167,7 +167,7 @@ class BudgetedTopK(CodecWrapper, frozen=True):
 def with_budget(codec: Codec, mean_ratio: float | None, *, steps: int, shared: bool) -> Codec:
     """Wraps the innermost codecs in BudgetedTopK if their number of entries can vary. Wrappers around them stay.
 
-    `mean_ratio`: the mean ratio of the payloads that a server receives; None if they have no ratio. `steps`: length of the
+    `mean_ratio`: the mean ratio of the payloads that a server receives. None: the codecs have no ratio. `steps`: length of the
     warm-up. `shared`: True if buckets share a budget.
     """
     if codec.parts:
@@ -214,8 +214,8 @@ class Demand(NamedTuple):
     plain: int
     most: int
     tail: Tail | None
-    """Tail of the last payload. None if unknown: the bucket then keeps its share. A bucket that sent nothing because all was
-    zero gets the fewest entries."""
+    """Tail of the last payload. None: the tail is unknown, and the bucket keeps its share. A bucket that sent nothing because
+    all was zero gets the fewest entries."""
 
 
 def share_budget(demands: Sequence[Demand]) -> list[int]:

@@ -88,8 +88,8 @@ class TwoWay(CodecWrapper, frozen=True):
 
 def two_way(up: Codec, down: Codec) -> TwoWay:
     """Compresses uploads with codec `up` and the server's sum (the download) with codec `down`. Workers and servers keep
-    separate residuals. Both codecs must have one round and a dense float32 sum, as most have. With topk(ratio=1.0) as `down`,
-    the server sends all nonzero entries of the sum."""
+    separate residuals. Both codecs must have one round and a dense float32 sum, as most codecs have. With topk(ratio=1.0) as
+    `down`, the server sends all nonzero entries of the sum."""
     return TwoWay(up, down)
 
 

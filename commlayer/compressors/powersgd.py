@@ -60,7 +60,7 @@ class PowerSGD(Codec, frozen=True):
 
     rank: int = 4
     shapes: tuple[Shape, ...] | None = None
-    """Shapes of the tensors in a fused bucket, in order. None: the bucket's own shape."""
+    """Shapes of the tensors in a fused bucket, in order. None: the shape is that of the bucket."""
 
     def __str__(self) -> str:
         shapes = "" if self.shapes is None else f", shapes={self.shapes}"
@@ -192,7 +192,8 @@ class PowerSGD(Codec, frozen=True):
         return end
 
     def _read(self, message: Buffer, numel: int, r: int, count: int) -> Out | None:
-        """Checks a payload or a result. Returns its body of `count` floats; None if it is flagged as not finite."""
+        """Checks a payload or a result. Returns its body of `count` floats. Returns None if the result is flagged as not
+        finite."""
         head = payload.read(message, self.id, numel)
         if head.flagged:
             return None
@@ -224,8 +225,8 @@ def _matrices(factors: list[Factors], first: Array, second: Array) -> Iterator[t
 
 
 def _mm(a: Array, b: Array, out: Array) -> None:
-    """Computes out = a b with torch, whose product of a thin matrix is four times as fast as numpy's. Only workers call
-    this."""
+    """Computes out = a b with torch, whose product of a thin matrix is four times as fast as numpy's. Called only on
+    workers."""
     import torch
 
     torch.mm(torch.from_numpy(a), torch.from_numpy(b), out=torch.from_numpy(out))

@@ -78,7 +78,7 @@ class RandomK(FusedCodec, frozen=True):
         return end
 
     def read(self, result: Buffer, numel: int) -> tuple[Array, Array] | None:
-        """Returns the positions and values of a result; None if the result is flagged as not finite."""
+        """Returns the positions and values of a result. Returns None if the result is flagged as not finite."""
         head = payload.read(result, self.id, numel)
         if head.flagged:
             return None

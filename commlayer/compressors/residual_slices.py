@@ -1,13 +1,13 @@
 """Residuals as values on elements of tensors, which belong to no bucket, codec, worker or server.
 
-All residuals of a job are parts of the mean over the same number of workers (Units.members). So residuals of any workers and
-servers can be added, cut at any element, and given to any worker, under any plan: for each element, the sum stays the same.
-Changes of plan (engine/worker/plan_handover.py), servers and checkpoints all move residuals in this form.
+All residuals of a job are parts of the mean over the same number of workers (Units.members). Residuals of any workers and
+servers can therefore be added, cut at any element, and given to any worker, under any plan: for each element, the sum stays the
+same. Changes of plan (engine/worker/plan_handover.py), servers and checkpoints all move residuals in this form.
 
 Buckets send residuals in the unit of their sums: gradients, or weight changes under local steps. Only an optimizer converts a
 gradient into a weight change. So residuals that are gradients stay gradients under local steps, and are pending until they are
 added to the worker's next gradients. A weight change becomes a gradient only if the effect of a gradient on a weight is a
-constant: the learning rate of SGD without momentum. Otherwise it is dropped.
+constant: the learning rate of SGD without momentum. Otherwise the residual is dropped.
 """
 
 from __future__ import annotations
@@ -94,7 +94,8 @@ def overlaps(parts: Iterable[ResidualSlice], slices: Sequence[Slice]) -> Iterato
 
 
 def residual_on(parts: Iterable[ResidualSlice], slices: Sequence[Slice]) -> Array | None:
-    """Returns the sum of residuals on a bucket's elements as a numpy array; None if no residual lies on them."""
+    """Returns the sum of residuals on a bucket's elements as a numpy array. Returns None if the residuals have none of these
+    elements."""
     total: Array | None = None
     for at, values in overlaps(parts, slices):
         if total is None:

@@ -172,7 +172,7 @@ Draw: TypeAlias = "Callable[[int, Array], None]"
 
 
 class Estimate(NamedTuple):
-    """This step's threshold and the measurements of estimate(). Only update() writes them to the state, so a failed step
+    """This step's threshold and the measurements of estimate(). Only update() writes the values to the state, so a failed step
     changes nothing."""
 
     threshold: float

@@ -17,8 +17,8 @@ JOINS = "@"
 """Separator in the setting `home`, between the site's name and the number of its first worker; present only if the site joins a
 running job."""
 JOIN_AGAIN = 75
-"""Exit code of a training script if the job ended, or had no place left, before this home had joined it. `commlayer join` then
-joins again."""
+"""Exit code of a training script whose home was too late: the job ended, or had no place left, before the home joined.
+`commlayer join` then joins again."""
 
 
 class Launch(NamedTuple):
@@ -33,8 +33,8 @@ class Launch(NamedTuple):
     agent: int = -1
     """Number of the torchrun agent that started this process; different agents count as different nodes. -1: unknown."""
     home: str = ""
-    """Name of this process's site; empty unless `commlayer join` started the process. Such a process reaches ranks on other
-    machines only through the coordinator."""
+    """Name of this process's site; empty unless `commlayer join` started the process. A process of this kind reaches ranks on
+    other machines only through the coordinator."""
     joins: int = -1
     """Number that this worker will have in the running job that its site joins; -1: the site does not join a running job."""
 
@@ -120,7 +120,7 @@ def cache_folder() -> Path:
 
 
 def visible_gpus() -> str:
-    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES lists them; empty: all of them."""
+    """The GPUs that this process may use, as in CUDA_VISIBLE_DEVICES; empty: all GPUs."""
     return os.environ.get("CUDA_VISIBLE_DEVICES", "")
 
 

@@ -50,8 +50,8 @@ class Config(Record, frozen=True):
     """Address on which coordinator and servers listen. In a job of several machines the default is this machine's address on
     the route to MASTER_ADDR."""
     advertise: Annotated[str, msgspec.Meta(description="HOST or HOST:PORT by which others reach this machine")] = ""
-    """Host name or address that other processes use to reach this one, if it differs from `bind`, as behind a router or in a
-    cloud. Empty: the same as `bind`. With a port, others reach everything of `commlayer serve` through this one port, over
+    """Host name or address that other processes use to reach this process, if it differs from `bind`, as behind a router or in
+    a cloud. Empty: the same as `bind`. With a port, others reach everything of `commlayer serve` through this one port, over
     gRPC; a tunnel forwards it to the coordinator's port."""
     port: Port = 0
     """Port of the coordinator; 0: any free port. A summation server in the same process uses the next port; a server with

@@ -25,8 +25,8 @@ def verdict_s(config: Config) -> float:
 
 
 def judged_s(config: Config) -> float:
-    """Additional seconds that a worker waits after its own deadline if it can continue without others. Within this time the
-    coordinator decides whether silent peers are dead and sends the decision."""
+    """Additional seconds that a worker waits after its own deadline, if the worker can continue without other workers. Within
+    this time the coordinator decides whether silent peers are dead and sends the decision."""
     return reconnect_window_s(config) + verdict_s(config)
 
 

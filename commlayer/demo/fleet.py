@@ -26,7 +26,7 @@ from commlayer.records import encode
 ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).with_name("training.py")
 START_S = 120.0
-"""Seconds that all workers may take to start. They all load torch at the same time."""
+"""Seconds that all workers may take to start. All workers load torch at the same time."""
 FORKED_S = 2.0
 """Seconds that workers get to end after the process that has forked them."""
 GRACE_S = 20.0

@@ -29,7 +29,7 @@ Target = Callable[[], int]
 
 
 class Link:
-    """One direction of a home's line."""
+    """One direction (upload or download) of a home's Internet connection."""
 
     def __init__(self, bps: float) -> None:
         self._bps, self._free_s = bps, 0.0

@@ -16,13 +16,13 @@ SMOOTHED = 10
 SHOWN = 1 / 15
 """Losses are shown after this fraction of all seconds; those before are far above."""
 LATE = 0.1
-"""Above this fraction of late passes, a note says that this machine was too slow."""
+"""Above this fraction of late passes, a note says that this machine was too slow for the demo."""
 Curve = Sequence[tuple[float, float]]
 
 
 @dataclasses.dataclass
 class RunProgress:
-    """What the workers of a run have reported."""
+    """The reports of the workers of one run."""
 
     losses: list[tuple[float, float]] = dataclasses.field(default_factory=list)
     """Validation losses, after the seconds at which they were measured."""
@@ -39,9 +39,9 @@ class Row(NamedTuple):
     loss: float | None
     """None before the first step."""
     sent_nbytes: int
-    """What one home has sent over its uplink, on average."""
+    """Bytes that one home has sent over its uplink, averaged over the homes."""
     target_s: float | None
-    """Seconds to the target loss; None if the run has not reached it."""
+    """Seconds to the target loss. The value is None if the run has not reached the target."""
 
 
 class Progress:
@@ -101,7 +101,7 @@ def reached(row: Row, target: float | None) -> str:
 
 
 def notes(progress: Progress) -> str:
-    """What is simulated and what is measured."""
+    """Notes that explain which parts of the demo are simulated and which are measured."""
     settings = progress.settings
     text = [
         f"Simulated: the homes' lines, {settings.down_bps / 1e6:g} Mb/s down, {settings.up_bps / 1e6:g} Mb/s up, "

@@ -1,4 +1,4 @@
-"""The demo's settings, those of one of its workers, and what workers report."""
+"""Defines the demo's settings, the settings of each worker, and the reports of workers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ RTT_S = 0.04
 
 
 class DemoSettings(Record, frozen=True):
-    """What the demo compares: the line of each home, and the seconds that each run trains."""
+    """The settings of the demo: the connection of each home, and the seconds that each run trains."""
 
     homes: int
     up_bps: float
@@ -25,7 +25,7 @@ class DemoSettings(Record, frozen=True):
 
 
 class WorkerSettings(Record, frozen=True):
-    """What one worker of the demo does."""
+    """The settings of one worker of the demo."""
 
     run: str
     home: int
@@ -39,7 +39,7 @@ class WorkerSettings(Record, frozen=True):
 
 
 class WorkerReport(Record, frozen=True):
-    """What a worker reports: Gloo's port, that it is ready to start, or the end of a step."""
+    """A report of a worker: Gloo's port, that it is ready to start, or the end of a step."""
 
     run: str
     home: int
@@ -61,7 +61,7 @@ _decoder = msgspec.json.Decoder(complete(WorkerReport))
 
 
 def read_report(line: bytes) -> WorkerReport | None:
-    """Parses a line of a worker's output; None if the line is no report."""
+    """Parses a line of a worker's output. Returns None if the line is no report."""
     try:
         return _decoder.decode(line)
     except msgspec.MsgspecError:

@@ -135,7 +135,7 @@ class Worker:
         threading.Thread(target=self._follow, name="demo", daemon=True).start()
 
     def report(self, **what: Any) -> None:
-        """Reports in one write, so that lines of several processes do not mix."""
+        """Writes a report in one call, so that lines of several processes do not mix."""
         os.write(1, records.encode(WorkerReport(self.settings.run, self.settings.home, **what)) + b"\n")
 
     def wait(self) -> None:

@@ -35,7 +35,7 @@ class Doctor:
     used returns no findings."""
 
     def __init__(self, config: Config, plan: Path | None = None, script: Path | None = None, *, enrolled: bool = True) -> None:
-        """`script`: the training script. `enrolled`: False: this home has no keys yet, so the server cannot be asked."""
+        """`script`: the training script. `enrolled`: False: this home has no keys yet, so `doctor` cannot query the server."""
         self.config, self.plan, self.launch = config, plan, read_launch()
         self._script, self._enrolled = script, enrolled
         self.server = server.ServerCheck(config)

@@ -145,7 +145,7 @@ def check_journal(path: Path, free: int | str, *, present: bool, required: bool)
 
 
 def check_keys(folder: Path, now_s: float, *, serves: bool) -> Iterator[Finding]:
-    """Checks the key folder. `now_s`: seconds since 1970. `serves`: True if other nodes connect to this one."""
+    """Checks the key folder. `now_s`: seconds since 1970. `serves`: True if other nodes connect to this node."""
     from cryptography import x509
 
     try:

@@ -33,7 +33,7 @@ ADVERTISED = "advertised name"
 
 
 class Interface(Record, frozen=True):
-    """One address of one network interface."""
+    """An address of a network interface."""
 
     name: str
     address: str

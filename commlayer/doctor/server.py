@@ -42,7 +42,7 @@ WORKERS = 12
 
 
 class ServerCheck:
-    """Checks one coordinator. `status` is its last reply; None until it has answered."""
+    """Checks one coordinator. `status` is its last reply. The value is None until the server has answered."""
 
     def __init__(self, config: Config) -> None:
         self._config = config

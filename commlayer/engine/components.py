@@ -109,7 +109,7 @@ class Component:
 
 
 class Owner(Protocol):
-    """What the list needs from the job whose components it has."""
+    """The interface of a job that its components use."""
 
     @property
     def generation(self) -> int: ...
@@ -120,7 +120,8 @@ class Owner(Protocol):
 
 
 class Components:
-    """The components of one job on one rank, in their order; those of equal order in the order in which they were added."""
+    """The components of one job on one rank, sorted by their order. Components of equal order stay in the order in which they
+    were added."""
 
     def __init__(self, job: Owner | None = None) -> None:
         """`job`: decides about errors. None: there are no components, as for a worker without a session."""

@@ -28,7 +28,7 @@ def log_to(session: Session, writer: Any, *, every: int = 10, prefix: str = "com
     keyword arguments under their own names.
 
     `writer`: TensorBoard's SummaryWriter; a W&B or Trackio run, or the imported module `wandb` or `trackio` after `init()`; or
-    a function of (values, step). Only the rank that was given a writer logs: pass None on the others.
+    a function of (values, step). Only the rank with a writer logs metrics: pass None on the other ranks.
 
     >>> log = log_to(session, SummaryWriter())                                              # doctest: +SKIP
     >>> for batch in loader: ...; log(loss=loss)                                            # doctest: +SKIP

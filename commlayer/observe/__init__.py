@@ -1,2 +1,2 @@
-"""Traces of steps, comparison with predictions, fidelity of sent gradients, and link monitoring. Other packages call these and
-supply the measurements."""
+"""Traces of steps, comparison with predictions, fidelity of sent gradients, and link monitoring. Other packages call these
+functions and supply the measurements."""

@@ -25,8 +25,8 @@ from commlayer.records import Record, complete
 DAY_MIN = 24 * 60
 UNITS = {"kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
 RESERVE = 0.005
-"""Fraction of a monthly cap that is never planned for. It covers what a home sends while its clock is wrong, or while it
-leaves."""
+"""Fraction of a monthly cap that is never planned for. This reserve covers traffic that a home sends while its clock is wrong,
+or while it leaves."""
 LEAVE_S = 4.0
 """Seconds between the last bytes that were counted and the end of a home that leaves."""
 LEAST_S, LEAST_BPS = 60.0, 1e3
@@ -38,7 +38,8 @@ JUMP_S, DOUBT_S = 60.0, 3600.0
 could send what is left of a whole month."""
 BOOT = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 FILE_NBYTES = 512
-"""Size of the file. It is overwritten in one call of the kernel, so a killed process leaves the old or the new count."""
+"""Size of the file. The file is overwritten in one system call, so a killed process leaves either the old count or the new
+one."""
 LOCK_S = 2.0
 
 
@@ -73,7 +74,7 @@ def minute_of(now: datetime.datetime) -> int:
 
 
 class Caps(NamedTuple):
-    """What a home may send. Without values there is no cap."""
+    """Limits on the traffic of a home. Without values there is no cap."""
 
     monthly_nbytes: float = 0.0
     """Bytes sent and received in a calendar month."""
@@ -150,7 +151,7 @@ Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e11)]
 
 
 class Month(Record, frozen=True):
-    """What homes have sent and received in the present month, and the time. The file holds it."""
+    """Bytes that homes have sent and received in the current month, and the time. The file holds it."""
 
     months: dict[str, Nbytes] = msgspec.field(default_factory=dict)
     """Bytes of months such as `2026-11`: the present one and up to MONTHS others."""

@@ -25,7 +25,7 @@ MAX_FILE_NBYTES = 1 << 30
 
 
 class EventFiles:
-    """The events in a folder or in one file. `read` returns the new ones, so it can follow a job that runs."""
+    """The events in a folder or in one file. `read` returns the new events, so an instance can follow a running job."""
 
     ahead_s = 0.0
 

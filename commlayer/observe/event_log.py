@@ -1,4 +1,4 @@
-"""The newest events of one process, for readers that ask for those since a line."""
+"""The newest events of one process, for readers that request the events after a given line."""
 
 from __future__ import annotations
 

@@ -19,7 +19,8 @@ from commlayer.records import complete
 log = logging.getLogger("commlayer")
 
 FORMAT = 1
-"""Version of the stream's format. New kinds and new fields do not change it, because readers ignore what they do not know."""
+"""Version of the stream's format. New kinds and new fields do not change the version, because readers ignore unknown kinds and
+fields."""
 COORDINATOR = -1
 """Rank of the coordinator in its events."""
 MAX_TEXT_CHARS, MAX_NAMES = 1000, 16
@@ -42,14 +43,15 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event"):
     time: float = 0.0
     """Seconds since 1970."""
     rank: int = COORDINATOR
-    """Rank that the sender had when it joined the job; it does not change when members leave. -1: the coordinator."""
+    """Rank that the sender had when it joined the job. The number does not change when other members leave. -1: the
+    coordinator."""
 
 
 class JobEvent(Event, tag="job", frozen=True, kw_only=True):
     """A process begins to train, or the coordinator starts a job. A coordinator's event of another run starts a new job."""
 
     run: str = ""
-    """Identifies the run. It is the same on all ranks of a job."""
+    """Identifies the run. The value is the same on all ranks of a job."""
     name: str = ""
     """Name of the training script."""
     host: str = ""
@@ -65,8 +67,8 @@ class JobEvent(Event, tag="job", frozen=True, kw_only=True):
 
 
 class StepEvent(Event, tag="step", frozen=True, kw_only=True):
-    """Training steps of one rank. One event covers the steps since the rank's previous one, at most one event a second. Seconds
-    are means per step; bytes and samples are sums."""
+    """Training steps of one rank. One event covers the steps since the rank's previous event, at most one event a second.
+    Seconds are means per step; bytes and samples are sums."""
 
     step: int = 0
     """Number of training steps since the job began."""
@@ -201,8 +203,8 @@ class AloneEvent(Event, tag="alone", frozen=True, kw_only=True):
 
 
 class WhatIfEvent(Event, tag="what_if", frozen=True, kw_only=True):
-    """What would make the job faster, as the planner predicts from measured times and links. Speeds are to a loss, relative to
-    the job as it is; 0: unknown."""
+    """Possible changes that would make the job faster, as the planner predicts from measured times and links. Speeds are to a
+    loss, relative to the job as it is; 0: unknown."""
 
     home_times: float = 0.0
     """The speed with one more home that is like the last one."""
@@ -285,8 +287,8 @@ def encode(event: Event) -> bytes:
 
 
 def decode(line: bytes) -> AnyEvent | None:
-    """Reads an event; None for a kind that this version does not know. Raises msgspec.MsgspecError or UnicodeDecodeError for
-    malformed lines."""
+    """Reads an event. Returns None for a kind that this version does not know. Raises msgspec.MsgspecError or
+    UnicodeDecodeError for malformed lines."""
     try:
         return _DECODER.decode(line)
     except msgspec.ValidationError:
@@ -297,7 +299,7 @@ def decode(line: bytes) -> AnyEvent | None:
 
 def clean(event: E) -> E:
     """Returns the event with control characters escaped, long text shortened, and numbers replaced that are not finite (JSON
-    has none) or very large. Logs clean what they append, and readers what they get from files and other machines.
+    has none) or very large. Logs clean the events that they append. Readers clean the events from files and other machines.
 
     >>> clean(LogEvent(text="no room\\nworker 0: forged")).text
     'no room\\\\nworker 0: forged'
@@ -326,8 +328,8 @@ Key = tuple[Any, ...]
 
 
 def key_of(event: Event) -> Key | None:
-    """Returns what an event describes. The next event with the same key replaces it in a view of the job. None: events of this
-    kind replace no other."""
+    """Returns what an event describes. The next event with the same key replaces it in a view of the job. Returns None if
+    events of this kind replace no other event."""
     match event:
         case LogEvent():
             return None

@@ -17,7 +17,7 @@ LEAST_NBYTES = 16 << 10
 """Minimum number of bytes between first and last reading. Fewer are only control traffic."""
 DOWN_PART = 0.25
 """Fraction of the received bytes that arrived at the reported rate or faster. Weighting by bytes instead of time excludes idle
-intervals. It also excludes bytes that arrived slowly because a peer was slow, if they are the smaller part."""
+intervals. The weighting also excludes bytes that arrived slowly because a peer was slow, if they are the smaller part."""
 UP_PART, UP_S = 0.5, 0.25
 """Fraction of the sent bytes that were sent at the reported rate or faster, over intervals of at least UP_S seconds. Sent bytes
 are counted when they enter the queue before the link, in bursts faster than the link, and some are dropped there. Received
@@ -88,7 +88,7 @@ PERIOD_S = 0.05
 """Seconds between two readings: about the length of a step's burst on a fast link. A reading takes about 30 us, or 0.1 % of a
 core."""
 LATE_S = 0.01
-"""A reading that took this many seconds is dropped: this thread was interrupted, so it is not known when the counts were valid.
+"""A reading that took this many seconds is dropped: this thread was interrupted, so the time of the counts is unknown.
 """
 FASTEST_S = 0.15
 """Seconds over which the highest rate is computed, so that packets which the network has held back and then delivers together
@@ -155,8 +155,8 @@ class InterfaceCounters:
 
 
 def counters_of(interface: str) -> Counters | None:
-    """Returns a function that reads the byte counters of that network interface. None without an interface, or if the system is
-    not Linux."""
+    """Returns a function that reads the byte counters of that network interface. Returns None if no interface is known, or if
+    the system is not Linux."""
     return partial(_counters, interface) if interface and COUNTERS.exists() else None
 
 

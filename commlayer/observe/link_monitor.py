@@ -1,8 +1,8 @@
 """Link monitoring: detects, from step times and network traffic, that links differ from those for which the plan was made.
 
 A slower link has three effects: steps take longer, all ranks wait longer, and their bytes take correspondingly longer on the
-link. Each effect has other causes, too. A rank that evaluates, saves or waits for data makes others wait but does not wait
-itself. A slow machine leaves its link idle. A link may carry little because the plan sends little.
+link. Each of these effects can have other causes, too. A rank that evaluates, saves or waits for data makes others wait but
+does not wait itself. A slow machine leaves its link idle. A link may carry little because the plan sends little.
 
 Several steps define what is usual. A link counts as slower after several slow steps in a row that have cost as much time as a
 plan change does. Before that, waiting would be cheaper. A single step is evidence only if it is many times as long as usual.
@@ -46,7 +46,7 @@ USUAL = 9
 SETTLED = 4
 """Minimum number of steps for usual values; the first few may be warm-up steps of a plan."""
 IN_A_ROW = 3
-"""Number of slow steps in a row that indicate a change. Other traffic or a lost segment delays one or two steps."""
+"""Number of slow steps in a row that indicate a change. Other traffic or a lost segment delays only one or two steps."""
 COST_S = 0.5
 """Total delay in seconds of consecutive slow steps that justifies a plan change, which takes about as long."""
 DIRECTIONS = UP, DOWN = 0, 1

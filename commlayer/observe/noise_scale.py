@@ -13,7 +13,7 @@ from typing import NamedTuple
 LEAST_NOISE = 1e-4
 """Least fraction of a gradient's squared norm that counts as noise; a smaller fraction is rounding error."""
 HIDDEN = 0.02
-"""Lower limit of the signal as a fraction of the mean's squared norm. It keeps the noise scale finite if noise hides the
+"""Lower limit of the signal as a fraction of the mean's squared norm. The bound keeps the noise scale finite if noise hides the
 signal."""
 MEMORY = 0.9
 """Weight of earlier steps in the running averages, relative to the newest step."""
@@ -72,6 +72,6 @@ class Agreement(NamedTuple):
 
     @property
     def cosine(self) -> float:
-        """Mean cosine between two workers' changes, weighted like their mean: 1 if they have one direction, 0 if they have
-        nothing in common."""
+        """Mean cosine between two workers' changes, weighted like their mean. 1: the changes have one direction; 0: they are
+        orthogonal."""
         return self.common / self.most if self.most else 0.0

@@ -30,7 +30,7 @@ class StalePlan(Record, frozen=True):
 
     @property
     def slower(self) -> bool:
-        """True: steps take longer than predicted. Only then is the plan stale."""
+        """True: steps take longer than predicted. The plan is stale only if this flag is True."""
         return self.measured_s > self.predicted_s
 
     @property

@@ -36,12 +36,13 @@ class OpDeviation(Record, frozen=True):
     measured_s: float
     predicted_s: float | None = None
     worst: int | None = None
-    """Number of the bucket with the largest difference between measured and predicted time; None without a prediction or
+    """Number of the bucket with the largest difference between measured and predicted time. None: there is no prediction or no
     bucket."""
 
     @property
     def error(self) -> float | None:
-        """Relative error of the prediction, positive if the operation took longer than predicted; None without a prediction."""
+        """Relative error of the prediction, positive if the operation took longer than predicted. The value is None without a
+        prediction."""
         return self.measured_s / self.predicted_s - 1.0 if self.predicted_s else None
 
 

@@ -2,11 +2,11 @@
 
 After `flush`, SparseSGD and SparseAdamW equal torch's optimizers (Adam: except where eps matters). An untouched element misses
 the update of a dense step with zero gradient, in which momentum moves it and decay shrinks it. One small table contains these
-missed updates for all elements: row a applies the last a steps, with their learning rates. Each step multiplies the table by a
-matrix, so any learning rate schedule is exact. Each group of elements has a stamp of one byte: the number of the last step that
-was applied to the group. A group fills a cache line: if one of its elements is touched, the step updates the complete group.
-Missed updates are applied when a group is touched, and by a sweep that passes through the tensor once in `lag` steps, which
-limits the number of rows.
+missed updates for all elements: row a applies the last `a` steps, with their learning rates. Each step multiplies the table by
+a matrix, so any learning rate schedule is exact. Each group of elements has a stamp of one byte: the number of the last step
+that was applied to the group. A group fills a cache line: if one of its elements is touched, the step updates the complete
+group. Missed updates are applied when a group is touched, and by a sweep that passes through the tensor once in `lag` steps,
+which limits the number of rows.
 
 The kernels are native, for parameters on the CPU only. native/include/commlayer.h specifies each kernel. Dense gradients
 work on any device.

@@ -2,9 +2,9 @@
 
 Adam: let q be sqrt(v) at the last touch. Step i after that would have moved the element by W_i * m / (q + E_i). The moments
 decay by known factors. W_i combines those of m over those of sqrt(v), the rate and the bias corrections; E_i is eps over the
-same decay of sqrt(v). So the sum over k steps is the same function of q and m for all elements. If eps is small relative to q,
-the sum is m / q times the sum of W. Otherwise two terms W / (q + E) with the first four moments of all k terms replace them
-(Gauss quadrature). docs/how-to/optimizers.md states the accuracy.
+same decay of sqrt(v). The sum over k steps is therefore the same function of q and m for all elements. If eps is small relative
+to q, the sum is m / q times the sum of W. Otherwise two terms W / (q + E) with the first four moments of all k terms replace
+them (Gauss quadrature). docs/how-to/optimizers.md states the accuracy.
 """
 
 from __future__ import annotations

@@ -27,8 +27,8 @@ class SparseEntries(NamedTuple):
 
 
 def gradient_entries(parameter: torch.Tensor, what: str) -> SparseEntries:
-    """Returns the entries of `parameter.grad`, which is sparse COO. Raises a one-line error that begins with `what` if they are
-    invalid."""
+    """Returns the entries of `parameter.grad`, which is sparse COO. Raises a one-line error that begins with `what` if the
+    entries are invalid."""
     grad = cast(torch.Tensor, parameter.grad)
     if parameter.device.type != "cpu":
         raise InvalidInput("E-OPTIM-PARAMETER", f"{what}: it is on {parameter.device}, but a sparse gradient requires a "

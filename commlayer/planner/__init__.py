@@ -1,4 +1,5 @@
-"""Makes, explains, compares and verifies communication plans. Pure: no torch, no clock, no environment, no randomness."""
+"""Makes, explains, compares and verifies communication plans. The package is pure: its functions use no torch, no clock, no
+environment and no randomness."""
 
 from __future__ import annotations
 

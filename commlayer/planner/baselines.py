@@ -52,7 +52,7 @@ class Baseline(Record, frozen=True):
 
 
 class TrainingCost(Record, frozen=True):
-    """What a whole training takes, by the median convergence factor."""
+    """Time and cost of a whole training, by the median convergence factor."""
 
     name: str
     hours: float
@@ -68,8 +68,8 @@ class TrainingCost(Record, frozen=True):
 def training_costs(
     rows: Sequence[Baseline], cluster: Cluster, steps: int, price: float = 0.0,
 ) -> tuple[TrainingCost, ...]:
-    """What the plan and the fastest machine alone take for a training of `steps` synchronous steps without compression. `price`
-    per hour of one rented server; 0: unknown."""
+    """Returns the costs of the plan and of the fastest machine alone, for a training of `steps` synchronous steps without
+    compression. `price` per hour of one rented server; 0: unknown."""
     rented = sum(1 for node in cluster.nodes if not node.ranks)
     result = []
     for row in [rows[0], *(row for row in rows if row.name == ALONE)]:
@@ -99,7 +99,7 @@ class Verdict(Record, frozen=True):
     assumptions: tuple[str, ...]
     plan: Plan
     training: tuple[TrainingCost, ...] = ()
-    """With --steps: what the plan takes for the whole training, then what the fastest machine alone takes."""
+    """With --steps: the costs of the whole training, first with the plan, then on the fastest machine alone."""
 
 
 class Gains(NamedTuple):
@@ -214,7 +214,8 @@ def busiest_nbytes(plan: Plan, question: Question) -> float:
         for task in bucket_template(prices, bucket).tasks:
             for lane, seconds in task.lanes:
                 if lane in links:
-                    # A collective occupies all links as long as the slowest one; a host's link carries what all others send.
+                    # A collective occupies all links as long as the slowest link needs; the link of a host carries the traffic
+                    # of all other nodes.
                     carried = seconds.slope_s * numel * links[lane] / 8 if task.op in SERVED else task.nbytes(numel)
                     node = lane.partition(":")[2]
                     nbytes[node] = nbytes.get(node, 0.0) + carried
@@ -351,8 +352,8 @@ def what_if(
 
 
 def _break_even(points: Sequence[Point], question: Question) -> float | None:
-    """Finds by bisection the rate between the fastest swept rate at which compression is faster and the next rate. None if
-    compression is faster at all rates or at none."""
+    """Finds by bisection the rate between the fastest swept rate at which compression is faster and the next rate. Returns None
+    if compression is faster at all rates or at none."""
     points = sorted(points, key=attrgetter("x"))
     paying = [i for i, p in enumerate(points) if p.gain > 1 + PAYS]
     if not paying or paying[-1] + 1 == len(points):
@@ -375,7 +376,7 @@ def at_rate(cluster: Cluster, bps: float) -> Cluster:
 
 
 def _clusters_with_more_nodes(cluster: Cluster, added: Sequence[Node]) -> list[tuple[str, float, Cluster]]:
-    """The cluster, then with one more of these nodes at a time."""
+    """Yields the cluster, then the cluster with one more of these nodes at a time."""
     grown = [("unchanged", cluster)] + [
         (f"+ {node.device} {rate_text(node.link.up_bps)} up", structs.replace(cluster, nodes=(*cluster.nodes, *added[: n + 1])))
         for n, node in enumerate(added)]

@@ -17,11 +17,11 @@ RESERVED_GBYTES = 1.0
 
 
 class Memory(NamedTuple):
-    """What a step needs on one kind of GPU, in GB."""
+    """Memory in GB that a step needs on one kind of GPU."""
 
     available: float
     kept: dict[str, float]
-    """What does not depend on the batch, by name."""
+    """The parts that do not depend on the batch, by name."""
     activations: float
     """Of one backward pass; 0: unknown."""
 
@@ -58,7 +58,7 @@ def with_micro_batches(job: Job, devices: list[str], optimizer: str) -> Job:
 
 
 def _with_micro_batch(job: Job, micro_batch: int) -> Job:
-    """The job with micro-batches of this size. All backward passes but the last one precede the exchange, so they count as
+    """The job with micro-batches of this size. All backward passes except the last one precede the exchange, so they count as
     parts of the forward pass."""
     timing, pieces = job.timed, -(-(job.batch or 1) // micro_batch)
     backward_s = timing.backward_s / pieces

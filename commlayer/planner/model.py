@@ -155,7 +155,7 @@ class Profile(Record, frozen=True):
 
 
 class Policy(Record, frozen=True):
-    """What the planner is allowed to choose, and what it minimizes."""
+    """The choices that the planner is allowed to make, and its objective."""
 
     codecs: tuple[str, ...] = ()
     """Allowed codecs; empty: all codecs of the profile."""
@@ -220,7 +220,7 @@ DENSE = "identity()"
 
 
 class Option(NamedTuple):
-    """What a plan chooses for a bucket, except its server and owner."""
+    """The choices of a plan for a bucket, except its server and owner."""
 
     path: str
     codec: str = DENSE

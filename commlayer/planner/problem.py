@@ -30,7 +30,7 @@ steps."""
 
 
 class Task(NamedTuple):
-    """One part of a bucket's work, which starts on all its lanes together and occupies each for its own time. A transfer
+    """A part of a bucket's work. The task starts on all its lanes together and occupies each lane for its own time. A transfer
     occupies the sender's uplink and the receiver's downlink. Seconds and bytes are linear functions of the bucket's
     elements."""
 

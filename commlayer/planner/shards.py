@@ -24,7 +24,7 @@ class Shards(NamedTuple):
     local: int = 0
     """Number of this rank in its site."""
     tensors: frozenset[int] = frozenset()
-    """The sharded tensors. Each rank has all elements of the others, such as buffers."""
+    """The sharded tensors. Each rank has all elements of the other tensors, such as buffers."""
 
     def __bool__(self) -> bool:
         return self.ranks > 0
@@ -77,12 +77,12 @@ class Shards(NamedTuple):
                                   rows=parts[0][1])
 
     def fits(self, plan: Plan, job: Job, ranks: int) -> bool:
-        """Returns True if in sites of so many ranks, too, each bucket of a cut plan belongs to one rank."""
+        """Returns True if each bucket of a cut plan belongs to one rank, also in sites of this many ranks."""
         return len(self.cut(plan, job, [ranks]).buckets) == len(plan.buckets)
 
     def joining(self, plan: Plan, job: Job, ranks: int) -> Shards:
-        """Returns how a home of so many ranks shares the model of a job that it joins, with this plan, which is cut. A home of
-        one rank may have whole tensors. Raises ValueError if the home cannot join."""
+        """Returns how a home with this many ranks shares the model of a job that it joins. The plan of the job is already cut.
+        A home of one rank may have whole tensors. Raises ValueError if the home cannot join."""
         tensors = frozenset(s.tensor for bucket in plan.buckets if bucket.rows for s in bucket.slices)
         if self.tensors != tensors and (self or ranks > 1):
             raise InvalidInput("E-SHARDED", f"this home has {ranks} ranks and shards {len(self.tensors)} tensors, but homes of "
@@ -93,8 +93,8 @@ class Shards(NamedTuple):
         return self or (Shards(1, 0, tensors) if tensors else self)
 
     def held(self, bucket: Bucket, job: Job) -> Bucket | None:
-        """Returns a bucket of a cut plan as this rank executes it: in elements of its own shards. None: another rank of the
-        site has the bucket."""
+        """Converts a bucket of a cut plan to the form in which this rank executes it: in elements of its own shards. None:
+        another rank of the site has the bucket."""
         if bucket.slices[0].tensor not in self.tensors:
             return bucket
         if bucket.owner_in(range(self.ranks)) != self.local:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Span(Record, frozen=True):
-    """One task of one bucket in the simulated step. Times are in seconds from the start of the step's forward pass."""
+    """A task of one bucket in the simulated step. Times are in seconds from the start of the step's forward pass."""
 
     bucket: int
     op: str

@@ -178,7 +178,8 @@ def usable_paths(
 
 
 def path_problems(path: Path, cluster: Cluster | None = None) -> list[str]:
-    """Reports where the path violates the grammar, else every rule of the cluster that it violates, one line each."""
+    """Yields one line for each violation of the grammar. If there is none, yields one line for each rule of the cluster that
+    the path violates."""
     if path not in _every():
         return [_first_wrong(path)]
     return [] if cluster is None else list(_cluster_breaks(path, cluster))
@@ -230,7 +231,7 @@ def _first_wrong(path: Path) -> str:
 
 
 class Promise(NamedTuple):
-    """What can be done with a codec's payloads."""
+    """Operations that a codec's payloads allow."""
 
     sums: bool
     """True: an all-reduce can add the payloads without decoding."""
@@ -247,8 +248,8 @@ def promise_of(cost: CodecCost) -> Promise:
 def misfits(
     path: Path, up: Iterable[Promise], *, down: Promise | None = None, by_node: bool = False, gpus: bool = False,
 ) -> Iterator[str]:
-    """Reports why these codecs cannot be used on this path, one line each. `gpus`: True if a worker's gradients are on a
-    GPU."""
+    """Yields the reasons why these codecs cannot be used on this path, one line each. `gpus`: True if a worker's gradients are
+    on a GPU."""
     if not encodes(path):
         return
     ups = list(up)

@@ -12,7 +12,7 @@ MIN_PAUSE_S, MAX_PAUSE_S = 0.02, 0.5
 
 
 class Backoff:
-    """Pauses between attempts of an operation that is repeated until it succeeds. The pauses double. They are random by a
+    """Pauses between attempts of an operation that is repeated until it succeeds. The pauses double. Each pause is random by a
     factor of two, so that processes that lost the same peer do not all reconnect at once."""
 
     def __init__(self, deadline: float = math.inf, stop: threading.Event | None = None) -> None:

@@ -41,7 +41,7 @@ from commlayer.transport.zero_chunks import drop_zeros
 
 KEEP_IDLE: int = getattr(socket, "TCP_KEEPIDLE", None) or socket.TCP_KEEPALIVE  # type: ignore[attr-defined]  # of macOS
 _LAST = 1 << 32
-"""Sort key of BYE. It is above all step numbers, so BYE is sent last."""
+"""Sort key of BYE. The number is above all step numbers, so BYE is sent last."""
 FRAME_NBYTES = 2048
 """Bytes that each queued frame counts in addition to a body that was made for it: the memory of its Python objects."""
 SEND = int(NO_SIGNAL)
@@ -111,7 +111,7 @@ def _on_one_machine(sock: ByteChannel) -> bool:
 
 
 class Content:
-    """A message as bytes. They are computed once, also if several peers get the message."""
+    """A message as bytes. The bytes are computed once, also if several peers get the message."""
 
     def __init__(self, header: Header, body: memoryview | bytes) -> None:
         self.header = header
@@ -140,8 +140,8 @@ class Content:
         return nbytes
 
     def final(self) -> tuple[Header, memoryview]:
-        """Returns header and body without the zero chunks. This may copy the body, so it is called only when the message's turn
-        has come."""
+        """Returns header and body without the zero chunks. The method may copy the body, so it is called only when the
+        message's turn has come."""
         if self._final is None:
             header, body = self.header, self._body
             if header.kind in MAY_LACK_ZEROS and (short := drop_zeros(body)) is not None:
@@ -227,7 +227,7 @@ class _Outgoing:
 
 
 class Limits(NamedTuple):
-    """What one peer may cause at this end."""
+    """Limits on the memory and messages that one peer may cause at this end."""
 
     body_nbytes: Mapping[int, int] | None = None
     """Maps a kind of message to the size of its largest body; other kinds have no body. None: only the transport's limit."""
@@ -290,7 +290,7 @@ class Connection:
         self._sent_bye = False  # the end of the stream is the peer's answer to it
         self._users = 2  # threads that may be in a system call on the socket; the last one closes the socket
         self.error: CommError | None = None
-        """The error that ended the connection; None while it is open."""
+        """The error that ended the connection. The value is None while the connection is open."""
         name = peer_name(peer)
         self._threads = [
             threading.Thread(target=self._send_loop, name=f"send to {name}", daemon=True),

@@ -124,7 +124,8 @@ class StreamTransport:
         self.pool = pool or BufferPool()
         self._admit, self._settings = admit, settings
         self.limits = Limits()
-        """What each peer may cause at this end. The owner replaces them once they are known."""
+        """Limits on the memory and messages that each peer may cause at this end. The owner replaces them once they are
+        known."""
         self._pacer = Pacer()
         self._failed: dict[int | None, CommError] = {}  # why a peer has ended; None: all peers
         self._lock = threading.Condition()  # notified when a rank is free again

@@ -119,7 +119,8 @@ class Reader:
     def __init__(self, max_nbytes: int = DEFAULT_MAX_NBYTES, allocate: Callable[[int], memoryview] = allocate_bytes) -> None:
         self.max_nbytes, self.allocate = max_nbytes, allocate
         self.place: Callable[[Header, int], memoryview] = lambda _, nbytes: allocate(nbytes)
-        """Function that returns the memory for the body of a frame. It may raise CorruptFrame before it allocates memory."""
+        """Function that returns the memory for the body of a frame. The function may raise CorruptFrame before it allocates
+        memory."""
         self._staging = memoryview(bytearray(STAGING_NBYTES))
         self._start = self._stop = 0  # the filled and unused part of the staging buffer
         self._header, self._crc = Header(0), 0

@@ -59,7 +59,7 @@ class Hello(Record, frozen=True):
     session: bytes = b""
     """Random bytes that identify the dialer's process, equal when it reconnects; b"" if it never reconnects."""
     held: tuple[Held, ...] = ()
-    """What the dialer has of bodies that its former connection left unfinished."""
+    """Unfinished bodies of the dialer's former connection, as far as the dialer has them."""
 
 
 class Challenge(Record, frozen=True, omit_defaults=True):
@@ -86,7 +86,7 @@ class Welcome(Record, frozen=True):
     later: bool = False
     """True: the reason is temporary, so dialing again may succeed."""
     held: tuple[Held, ...] = ()
-    """What the acceptor has of bodies that the dialer's former connection left unfinished."""
+    """Unfinished bodies of the dialer's former connection, as far as the acceptor has them."""
 
 
 NOT_AUTHENTICATED = "does not prove that it knows the job's secret"
@@ -101,7 +101,7 @@ T = TypeVar("T", bound=Record)
 
 
 def same_job(mine: Hello) -> Admit:
-    """Returns a function that admits dialers of the same job and protocol, and of the same plan if both ends have one. Its
+    """Returns a function that admits dialers of the same job and protocol, and of the same plan if both ends have one. The
     reasons reveal no digest of this end."""
 
     def admit(theirs: Hello) -> str:
@@ -304,8 +304,8 @@ class PendingHandshakes(ConnectionTable):
         return self._begun.take(source)
 
     def prove(self, sock: ByteChannel, name: str = "") -> None:
-        """Removes a connection that has authenticated, with a certificate of that name if there is one. It no longer counts
-        against its address, unless this member opens too many."""
+        """Removes a connection that has authenticated, with a certificate of that name if there is one. The connection no
+        longer counts against its address, unless this member opens too many."""
         source = self.remove(sock)
         if source and self._proved.take(name or source):
             self._begun.give(source)

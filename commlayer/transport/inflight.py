@@ -64,7 +64,7 @@ class InFlightRequests:
         self._kept = {slot: kept for slot, kept in self._kept.items() if kept is not request}
 
     def answer(self, header: Header) -> Request | None:
-        """Removes and returns the request that this header answers; None if no such request is in flight."""
+        """Removes and returns the request that this header answers. Returns None if no such request is in flight."""
         request = self._kept.get(slot := key(header))
         if request is None:
             return None

@@ -54,7 +54,7 @@ class Kind(enum.IntEnum):
 
 
 class Flag:
-    """Bits of Header.flags. They are plain integers, since they are tested for every frame, and `&` of an enum costs
+    """Bits of Header.flags. The flags are plain integers, because they are tested for every frame, and `&` of an enum costs
     microseconds."""
 
     NONE = 0
@@ -71,7 +71,7 @@ ANSWERED_BY: dict[int, Kind] = {
     Kind.PUSH: Kind.RESULT, Kind.STATE_GET: Kind.STATE, Kind.STATE: Kind.STATE_OK, Kind.PROBE: Kind.PROBE_OK,
     Kind.PLAN: Kind.PLAN_OK, Kind.FOLLOW: Kind.FOLLOWED,
 }
-"""Maps each kind of request to the kind of its answer. Other kinds have no answer."""
+"""Maps each kind of request to the kind of its answer. Frames of all other kinds have no answer."""
 MAY_LACK_ZEROS = frozenset((Kind.PUSH, Kind.RESULT, Kind.FOLLOWED))
 """Kinds whose bodies are sent without zero chunks. Gradients of embeddings and experts have zero chunks; probes must keep their
 size."""
@@ -115,7 +115,8 @@ Key = tuple[int, int, int, int, int, int]
 
 
 def key(h: Header) -> Key:
-    """Returns the header fields by which receives and messages match. They identify a contribution except for its sender."""
+    """Returns the header fields by which receives and messages match. The fields identify a contribution except for its
+    sender."""
     return (h.kind, h.generation, h.step, h.bucket, h.part, h.round)
 
 

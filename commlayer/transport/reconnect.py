@@ -23,7 +23,7 @@ STABLE_S = 10.0
 CONNECT_TRIES = 8
 """Number of attempts for the first connection, whose handshake may break as well."""
 ASK_NBYTES = 4 << 10
-"""From this size on a contribution is sent again only after the server has asked for it."""
+"""A contribution of at least this size is sent again only after the server has asked for it."""
 DIAL_LIMIT_S = 10.0
 """Longest time of one attempt in seconds, since an unreachable host may not answer at all."""
 
@@ -49,13 +49,14 @@ class _Link:
         self.state = threading.Lock()
         self.up, self.reconnecting, self.broke_again = True, False, False
         self.error: CommError | None = None
-        """The error with which the peer has ended; None while it may return."""
+        """The error with which the peer has ended. The value is None while the peer may return."""
         self.broken_since_s: float | None = None
-        """Time when the connection first broke since the last message arrived; None if it has not broken since then."""
+        """Time when the connection first broke since the last message arrived. The value is None if the connection has not
+        broken since then."""
         self.restored_s = 0.0
         """Time when the connection was last re-established; 0 if never."""
         self.backoff: Backoff | None = None
-        """Pauses between attempts to reconnect; None if there was no attempt since the last message arrived."""
+        """Pauses between attempts to reconnect. The value is None if there was no attempt since the last message arrived."""
 
 
 class ReconnectingTransport:

@@ -81,7 +81,7 @@ def fit(sizes: Sequence[float], values: Sequence[float]) -> Line:
     weighted = np.stack([1.0 / y, x / y], axis=1)
     floor, slope = np.linalg.lstsq(weighted, np.ones_like(y), rcond=None)[0]
     if floor < 0 or slope < 0:
-        # The best line with one of them at 0.
+        # the best linear cost with one of the two coefficients at 0.
         only_slope = float((x / y).sum() / ((x / y) ** 2).sum())
         only_floor = float((1.0 / y).sum() / ((1.0 / y) ** 2).sum())
         floor, slope = (0.0, only_slope) if floor < 0 else (only_floor, 0.0)

@@ -16,8 +16,8 @@ from commlayer.transport.protocol import SERVER_BASE, peer_name
 
 PINGS = 4
 ALIKE = 1.1
-"""Two round trips that differ by at most this factor end the measurement: threads of busy machines answer late, and rarely
-twice alike."""
+"""The measurement ends after two round trips that differ by at most this factor. Threads of busy machines answer late, and
+rarely with equal delays."""
 FIRST_NBYTES = 32 << 10
 """Initial bytes in flight per direction. A link of 1 Mb/s needs a quarter of a second for them."""
 CHUNKS = 8

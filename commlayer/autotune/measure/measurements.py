@@ -79,8 +79,8 @@ def nonzero_fractions(worker: Worker, workers: int) -> tuple[float, ...]:
     """Returns each tensor's nonzero fraction of the last step's gradient, averaged over this rank's gradient and the received
     average. Empty if all are 1.
 
-    Only one of the two is still in memory. The other one is estimated: all ranks are assumed to send equally many nonzero
-    elements, and a sum has at most all of these.
+    Only one of the two is still in memory. The nonzero fraction of the other one is estimated: all ranks are assumed to send
+    equally many nonzero elements, and a sum has at most all of these.
     """
     nonzero = [0.0] * len(worker.job.tensors)
     for bucket in worker.buckets:
@@ -135,12 +135,12 @@ def cluster_of(
     cuda: bool = False,
     reachable: bool = True, elsewhere_bps: float = 0.0, sites: Sequence[Sequence[int]] = (),
 ) -> Cluster:
-    """Returns the measured cluster: one link per node, one measurement per rank. `sites`: the ranks of each node, if they may
-    have unequal numbers of ranks; each then counts as if it had as many as the largest one.
+    """Returns the measured cluster: one link per node, one measurement per rank. `sites`: the ranks of each node, if nodes may
+    have different numbers of ranks. Each node then counts as if it had as many ranks as the largest one.
 
-    `elsewhere_bps`: upload rate of servers on other machines, if step times have shown it. Else they upload as fast as the
-    median node receives from them: a node that shares its machine with a server measures no link. They receive as fast as all
-    nodes send, since most links receive faster than they send.
+    `elsewhere_bps`: upload rate of servers on other machines, if step times have shown it. Otherwise servers on other machines
+    are assumed to upload as fast as the median node receives from them: a node that shares its machine with a server measures
+    no link. Their download rate is assumed to be that of all nodes together, since most links receive faster than they send.
 
     Speeds are relative to rank 0, which plans with its own step timing and codec costs.
     """

@@ -29,7 +29,7 @@ class ModelWatch:
             handle.remove()
 
     def info(self) -> ModelInfo:
-        """What the forward passes have shown; ends recording."""
+        """Returns what the recorded forward passes show about the model; ends the recording."""
         self.remove()
         frozen = sum(p.numel() for p in self._model.parameters() if not p.requires_grad)
         if not self._called:

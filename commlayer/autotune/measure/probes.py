@@ -45,13 +45,13 @@ FAST_BPS = 20e6
 """Links faster than this many bit/s are always probed, because CPUs, or servers that wait for each other, may have limited the
 steps."""
 BUSY, BUSY_TRIPS = 0.25, 8
-"""A link limited the steps if it was busy for at least this fraction of their time, and for this many round trips; TCP windows
-open in fewer."""
+"""A link limited the steps if the link was busy for at least this fraction of their time, and for this many round trips; TCP
+windows open in fewer."""
 
 
 def held_up(steps: Sequence[RecordedStep]) -> bool:
-    """Returns whether steps mostly waited for communication after their backward passes. If they did not, gradients may have
-    come too slowly to fill the link, so the link did not limit the step."""
+    """Returns whether steps mostly waited for communication after their backward passes. If the steps did not wait, gradients
+    may have come too slowly to fill the link, so the link did not limit the step."""
     waited_s = median(s.marks["end"] - s.marks["backward"] for s in steps)
     return waited_s >= WAITED * median(s.marks["end"] for s in steps)
 
@@ -188,8 +188,8 @@ def at_least(link: NodeLink, carried: Throughput | None = None, fastest_down_bps
 
 
 def meter_of(context: DistributedJob) -> InterfaceCounters | None:
-    """Returns a reader of this node's interface counters; None on ranks that are not the node's first, or if the system has no
-    counters."""
+    """Returns a reader of this node's interface counters. Returns None on all ranks of a node except its first, and if the
+    system has no counters."""
     if context.groups.local:
         return None
     servers = [host_port(server.address)[0] for server in context.uplink.epoch.servers]

@@ -63,7 +63,7 @@ def _counted(model: nn.Module, loss_of: DrawnLoss, batch: int | None, name: str)
     with replaced(torch.backends.mkldnn, "enabled", False), StepHooks(model, counter.now) as hooks, counter, _Layers(counter):
         clock, shown = described_step(hooks, model, loss_of)
     total = clock.forward + clock.backward
-    limit = int(np.argmax(total))  # the passes take as long as what limits them
+    limit = int(np.argmax(total))  # a pass takes as long as the slowest of its limits
     timing = timing_at(PassClock(*(each[..., limit] for each in clock)))
     job = job_of(model)
     trained = sum(tensor.numel for tensor in job.tensors if not tensor.buffer)

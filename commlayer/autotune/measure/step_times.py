@@ -47,8 +47,8 @@ def timed_job(model: nn.Module, loss_of: DrawnLoss, *, batch: int | None = None,
 
 
 class PassClock(NamedTuple):
-    """What a clock shows in one step: when each gradient is final and the end of backward, since backward began; when each
-    tensor is read and the end of forward, since forward began."""
+    """The times of one step. `backward`: from the start of the backward pass until each gradient is final, and until the pass
+    ends. `forward`: from the start of the forward pass until each tensor is read, and until the pass ends."""
 
     ready: Any
     needed: Any

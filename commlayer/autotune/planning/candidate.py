@@ -18,7 +18,8 @@ LEAVES = 0.95
 cautious for learning rates that decay; the margin is for errors of predicted step times. At a constant rate, 2 to 8 local steps
 of 4 workers needed up to a third more steps than predicted, those of 8 workers up to 60 % more."""
 MOST_STEPS = 3.0
-"""Plans whose convergence factor exceeds this are never chosen: no predicted step time is accurate enough to justify them."""
+"""A plan whose convergence factor exceeds this limit is never chosen: no predicted step time is accurate enough to justify
+it."""
 MODE_FIELDS = ("codes", "overlap", "local_steps", "fragments")
 """Fields of a plan that define its sync mode."""
 
@@ -55,7 +56,8 @@ class Candidate(NamedTuple):
     uncapped_s: float = 0.0
     """Like `alone_s`, of the best plan without the homes' caps; 0: not searched."""
     alternatives: tuple[Candidate, ...] = ()
-    """Other candidates, with predictions from the same costs. They are tried in this order if this plan's step time permits."""
+    """Other candidates, with predictions from the same costs. The alternatives are tried in this order if the step time of this
+    plan permits."""
 
     @property
     def plan(self) -> Plan:

@@ -50,8 +50,8 @@ class Answer(Record, frozen=True):
 
 
 class PlanningProcess:
-    """Runs each search in a process of its own, which start() can start in advance. Searches come from one thread
-    at a time; a what-if question may come from another one."""
+    """Runs each search in a process of its own, which start() can start in advance. One thread at a time requests searches;
+    another thread may request an answer to a what-if question."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None

@@ -25,7 +25,7 @@ from commlayer.planner.simulation import simulate, step_seconds
 from commlayer.records import Job, Plan, with_updates
 
 NEARLY = 0.03
-"""A predicted step time counts as equal to the measured one if it is longer by at most this fraction."""
+"""A predicted step time counts as equal to the measured one if the prediction is longer by at most this fraction."""
 ROUNDS = 6
 """Number of bisection steps for the rate of the links."""
 FASTER = 2.0
@@ -271,8 +271,8 @@ def _in_updates(plan: Plan, question: Question) -> Plan:
 
 
 def uncompressed(best: Candidate, *, apart: bool = False) -> Candidate | None:
-    """Returns the plan without compression, predicted from the same costs. None if it is active, or if workers cannot reach
-    each other."""
+    """Returns the plan without compression, predicted from the same costs. Returns None if the uncompressed plan is active
+    already, or if workers cannot connect to each other."""
     inputs = best.basis.inputs
     if not inputs.cluster.reachable:
         return None

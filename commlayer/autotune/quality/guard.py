@@ -63,7 +63,8 @@ class QualityGuard:
         self._piece: SampledPiece | None = None
         self._prepared_s = 0.0
         self.error: GradientError | None = None
-        """This rank's comparison of the last step, whose results all ranks send; None if that step had none."""
+        """This rank's comparison of the last step, whose results all ranks send. The value is None if the step had no
+        comparison."""
         self._noise, self._logged_noise = NoiseScale(), 0.0
         self._state = policy.begin(bounds, self._levels())
 
@@ -82,8 +83,8 @@ class QualityGuard:
         return self._compares and self._context.plan is self._plan
 
     def compare(self, step: int, failure: Exception | None = None) -> None:
-        """Compares the averaged gradient with the exact one, and this rank's payload with its own gradient; collective.
-        `failure`: an earlier error on this rank; then no rank compares."""
+        """Compares the averaged gradient with the exact one, and this rank's payload with its own gradient. All ranks call it
+        together. `failure`: an earlier error on this rank; then no rank compares."""
         if not self.has_work():
             return
         self._state, self.error = policy.compared(self._state, step), GradientError()  # all ranks send their errors now
@@ -122,10 +123,11 @@ class QualityGuard:
             worker.counters.guard_s += self._prepared_s  # counters pass to the worker of the next plan
 
     def _observe_noise(self, rows: Sequence[GradientError]) -> None:
-        """Updates the gradient noise scale, and logs it when it is known and when it has doubled or halved."""
+        """Updates the gradient noise scale. Logs the noise scale when it is first known, and whenever it has doubled or
+        halved."""
         if not policy.is_usable(rows):
             return
-        # Each node's exact gradients are weighted so that their sum is the mean; without residuals a node reports none.
+        # The exact gradients of each node are weighted so that their sum is the mean. A node without residuals reports none.
         squares = [row.sent.xx for row in rows if row.sent.xx > 0]
         nodes = len(self._groups.sites)
         summed = self._state.summed.xx

@@ -1,7 +1,7 @@
 """The quality policy: keeps codecs fine enough for the loss budget. Pure functions of (state, rows, step).
 
-A row is one rank's comparison of compressed with exact gradients. All ranks receive the same rows after the same step, so they
-decide alike and switch plans together. `now` counts steps, the only clock that ranks share; seconds come in rows.
+A row is one rank's comparison of compressed with exact gradients. All ranks receive the same rows after the same step, so all
+ranks decide equally and switch plans together. `now` counts steps, the only clock that ranks share; seconds come in rows.
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ class GradientError(NamedTuple):
     sent: Dots = Dots()
     """Dot products of this rank's payloads with its gradients."""
     summed: Dots = Dots()
-    """Dot products of the averaged gradient with the exact one: equal on all ranks that have it, zeros on the others of a
-    sharded model. Not finite if the step cannot be used."""
+    """Dot products of the averaged gradient with the exact one. All ranks that have this gradient get equal values; the other
+    ranks of a sharded model get zeros. Not finite if the step cannot be used."""
     loss: LossRise = LossRise()
     cost_s: float = 0.0
     """Seconds that the comparison took."""
@@ -96,14 +96,14 @@ class GradientError(NamedTuple):
 
 
 class PlanLevels(Record, frozen=True):
-    """The attributes of the active plan that the policy uses. A codec's level is its ratio if it has one, otherwise the bytes
-    that it sends as a fraction of the dense bytes (job/codec_floor.py)."""
+    """The attributes of the active plan that the policy uses. The level of a codec is its ratio if it has one. Otherwise the
+    level is the fraction of the dense bytes that the codec sends (job/codec_floor.py)."""
 
     level: float
     """Level of the plan's coarsest codec: its ratio, or its bytes as a fraction of the dense bytes. 1 without codecs."""
     base_level: float
-    """Level (ratio, or fraction of the dense bytes) of the plan from which the guard made this one finer; otherwise equal to
-    `level`."""
+    """Level (ratio, or fraction of the dense bytes) of the plan before the guard made it finer; equal to `level` if the guard
+    did not change the plan."""
     compared: bool
     """True: at least one of the plan's buckets can be compared with exact gradients."""
     finer: bool = False
@@ -153,8 +153,8 @@ class QualityState(Record, frozen=True):
     elements: int = FEWEST
     """Number of elements per comparison."""
     samples: int = 0
-    """Number of comparisons prepared under the active plan; it selects the next piece, so comparisons rotate over the whole
-    model."""
+    """Number of comparisons prepared under the active plan. This number selects the next piece, so the comparisons visit the
+    whole model in turn."""
     compared: int = 0
     """Number of usable comparisons under the active plan."""
     spent_s: float = 0.0
@@ -270,8 +270,8 @@ def complaint_of(state: QualityState, seen: Fidelity, loss: LossRise) -> tuple[Q
     if not all(map(math.isfinite, seen)):
         return state, Complaint("finite", "a comparison with the exact gradient was not finite"), False
     over = mean is not None and mean > bounds.most_residual
-    # After a change a large residual shrinks: sent values come from the old residual, so they differ from the gradient
-    # meanwhile.
+    # After a change of codecs a large residual shrinks. Until then sent values contain the old residual, so they differ from
+    # the gradient.
     draining = over and seen.residual_ratio <= 0.9 * state.last_residual
     state = structs.replace(state, last_residual=seen.residual_ratio if over else 0.0)
     complaint = None
@@ -289,8 +289,8 @@ def complaint_of(state: QualityState, seen: Fidelity, loss: LossRise) -> tuple[Q
 
 
 def _moved(state: QualityState, complaint: Complaint | None, *, draining: bool) -> tuple[QualityState, CodecChange | None]:
-    """Raises the floor after a complaint, and lowers it after many comparisons without one. Then requests the floor as the
-    level, or the plan's own level if that is finer."""
+    """Raises the floor after a complaint, and lowers it after many comparisons without one. Afterwards requests the floor as
+    the level, or the plan's own level if the plan is finer than the floor."""
     state = _raised(state) if complaint else _calmer(state)
     target = min(1.0, max(state.floor, state.plan.base_level, state.level if draining else 0.0))
     # Small moves do not justify a plan change, except after a complaint.
@@ -319,7 +319,7 @@ def _calmer(state: QualityState) -> QualityState:
 
 def _scheduled(state: QualityState, rows: Sequence[GradientError], step_s: float) -> QualityState:
     """Sets the step and the number of elements of the next comparison."""
-    # The last rank to arrive waits for no other; the others would have waited for it in the next step anyway.
+    # The rank that arrives last does not wait. The other ranks would have waited for it in the next step anyway.
     cost_s, elapsed_s = min(row.cost_s for row in rows), min(row.elapsed_s for row in rows)
     spent_s, elements, every = state.spent_s + cost_s, state.elements, steps_between(cost_s, step_s, TIME_PART)
     wait = max(state.plan.settle_steps, steps_until_paid(spent_s, cost_s, elapsed_s, step_s, TIME_PART))

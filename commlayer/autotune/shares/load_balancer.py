@@ -49,7 +49,7 @@ class LoadBalancer:
         line: LinearTime | None = None, lookahead: int | None = None,
         measure: Callable[[int, int], float] | None = None,
     ) -> None:
-        """All ranks create one with the same arguments, except for `line`: this rank's known speed before training.
+        """All ranks create one with the same arguments. Only `line` may differ: the speed of this rank, known before training.
 
         `lookahead`: batches that a loader draws in advance; derived from a DataLoader. `measure(step, samples)`: this rank's
         compute seconds, instead of the session's own measurement.

@@ -1,8 +1,9 @@
 """Decisions of load balancing, as pure functions of (state, rows): which shares of the batch follow from the compute times of
 all ranks.
 
-All ranks give the same rows (one per rank, with its times) to equal balancers, so they reach the same decision without a
-coordinator. `now` is the next step to train: a decision applies to a step that no loader has drawn yet.
+All ranks give the same rows (one row per rank, with the rank's times) to balancers in equal states. The ranks therefore reach
+the same decision without a coordinator. `now` is the next step to train: a decision applies to a step that no loader has drawn
+yet.
 """
 
 from __future__ import annotations
@@ -137,7 +138,7 @@ class SharesState(NamedTuple):
     step."""
 
     balancer: Balancer
-    """The balancer. It is never changed: decisions are made on a copy."""
+    """The balancer. No decision changes this balancer: decisions are made on a copy."""
     policy: SharePolicy
     announced: tuple[Decision, ...] = ()
     """Decisions for steps that have not begun yet."""

@@ -1,6 +1,6 @@
 """Profiling of all workers before training: memory limits, batch times and first shares.
 
-Each rank runs batches alone, without collectives. Then all ranks exchange their results once and compute the same shares.
+Each rank runs batches alone, without collectives. Afterwards all ranks exchange their results once and compute the same shares.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ class PlannedJob(NamedTuple):
     synchronous: Plan | None
     """The best synchronous plan; None if `plan` is synchronous."""
     unfit: report.Unfit | None
-    """Why the training does not fit into a machine's memory; None if it fits."""
+    """Why the training does not fit into a machine's memory. None: the training fits."""
     assumptions: tuple[str, ...]
 
     def alternatives(self) -> tuple[tuple[Baseline, ...], Gains]:

@@ -106,7 +106,8 @@ def factor(steps: float, high: float) -> str:
 
 
 def verdicts(gain: Gains, *, auto: bool, synchronous: bool) -> str:
-    """Both sync modes beside one machine alone. `auto`: local steps were allowed; `synchronous`: the plan has none.
+    """Compares both sync modes with the fastest machine alone. `auto`: local steps were allowed; `synchronous`: the plan has
+    none.
 
     >>> verdicts(Gains(2.42, 2.0, 2.42, 0.58, 0.58), auto=True, synchronous=False)
     'sync="auto": 2.4x, sync="step": 0.58x, one machine alone: 1x'
@@ -241,7 +242,8 @@ def provenance(job: Job, optimizer: str, workers: int, plan: Plan, rows: tuple[L
 
 
 def by_decision(plan: Plan, job: Job) -> Table:
-    """A table with one row for all buckets that are sent in the same way, with the largest of these buckets."""
+    """A table with one row per way of sending: all buckets that are sent in the same way share a row, which shows the largest
+    of them."""
     alike: dict[str, list[Bucket]] = {}
     for bucket in plan.buckets:
         alike.setdefault(how_sent(bucket), []).append(bucket)
@@ -460,7 +462,7 @@ class Unfit(NamedTuple):
 
 
 def unfit(job: Job, cluster: Cluster, optimizer: str) -> Unfit | None:
-    """Why the training does not fit into a machine's memory; None if it fits into all of them."""
+    """Why the training does not fit into a machine's memory. Returns None if the job fits into the memory of all nodes."""
     for device, ranks in dict.fromkeys((n.device, n.ranks) for n in cluster.nodes if n.ranks and n.device in gpus()):
         memory, sharded = memory_of(job, device, optimizer), memory_of(job, device, optimizer, ranks)
         if not memory.fits:

@@ -167,7 +167,7 @@ class _Screen:
 
 
 class _Lines:
-    """Writes lines: one for each event of interest, and one about the job every LINE_S."""
+    """Writes lines of text: one for each event of interest, and one about the state of the job every LINE_S."""
 
     paced = False
 

@@ -1,4 +1,4 @@
-"""What `commlayer top` shows: a JobView as a screen for terminals, and as lines for pipes."""
+"""Shows a JobView in `commlayer top`: as a screen on terminals, as lines in pipes."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def summary(view: JobView, now: float) -> str:
 
 
 def worker_lines(view: JobView, now: float) -> Iterator[str]:
-    """Each worker in one line."""
+    """Shows each worker in one line."""
     for row in (view.row(worker, now) for worker in view.rows):
         parts = [f"{row.name}: {row.state}", f"step {row.step:,}", *([row.note] if row.note else [])]
         if row.step_s:
@@ -189,6 +189,6 @@ def worker_lines(view: JobView, now: float) -> Iterator[str]:
 
 
 def line_of(view: JobView, event: Event) -> str:
-    """A line about an event that `view` has just applied, if a reader of a pipe wants to see it; otherwise ""."""
+    """Returns a line about an event that `view` has just applied, if readers of a pipe should see it; otherwise ""."""
     shown = bool(view.recent) and view.recent[-1] is event
     return f"{clock(event.time)} {view.words(event)}" if shown else ""

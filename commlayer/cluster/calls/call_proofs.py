@@ -79,7 +79,7 @@ class CallVerifier:
 
 
 class Known(NamedTuple):
-    """What a client knows about its connection: the challenge, and with keys who signs."""
+    """What a client knows about its connection: the coordinator's challenge and, with keys, the coordinator's certificate."""
 
     challenge: bytes
     signer: SigningCertificate | None

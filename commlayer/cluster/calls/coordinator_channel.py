@@ -80,7 +80,7 @@ class CoordinatorChannel:
     """A channel to one coordinator, authenticated with the job's secret, and encrypted with TLS if keys are given."""
 
     def __init__(self, address: str, secret: str = "", keys: Keys | None = None, *, own: bool = False) -> None:
-        """Opens the channel. `own`: uses a connection that no other channel of this process shares."""
+        """Opens the channel. `own`: True: uses a separate connection, which no other channel of this process shares."""
         self.address, self.secret, self.keys = address, secret, keys
         self.peer = f"coordinator {address}"
         apart = [("grpc.use_local_subchannel_pool", 1)] if own else []

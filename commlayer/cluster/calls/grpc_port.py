@@ -1,8 +1,8 @@
 """A listening port with a gRPC server. With keys, TLS connections are accepted here and forwarded to gRPC on a Unix socket.
 
 gRPC's own TLS does not report which connection it refused or why, and has no revocation list. With forwarding, control
-connections have the same checks, limits before the handshake and log lines as data connections. Each connection has one thread
-for each direction. The Unix socket is in a folder that only this user can enter.
+connections have the same checks, limits before the handshake and log lines as data connections. Each forwarded connection has
+one thread for each direction. The Unix socket is in a folder that only this user can enter.
 """
 
 from __future__ import annotations
@@ -73,10 +73,9 @@ class _TlsConnection(NamedTuple):
 
 
 class GrpcPort:
-    """A port with a gRPC server. It listens from construction on if there are keys, and serves after start(). The constructor
-    raises InvalidInput if the port cannot be opened. `refused` is
-    called with the address of a refused peer and the reason. All methods identify a connection by the name that gRPC gives
-    it."""
+    """A port with a gRPC server. With keys, the port listens from construction on. It serves calls after start(). The
+    constructor raises InvalidInput if the port cannot be opened. `refused` is called with the address of a refused peer and the
+    reason. All methods identify a connection by the name that gRPC gives it."""
 
     def __init__(self, keys: Keys | None, bind: str, port: int, refused: Callable[[str, str], None]) -> None:
         self._keys, self._bind, self.number, self._refused = keys, bind, port, refused
@@ -84,7 +83,7 @@ class GrpcPort:
         self.accept: AcceptStream = _no_server
         """Function that accepts data streams that arrive at this port."""
         self.enrolment: Enrolment | None = None
-        """Serves homes that fetch their first certificate at this port; None if this process has no CA."""
+        """Serves homes that fetch their first certificate at this port. The value is None if this process has no CA."""
         self._lock = threading.Lock()
         self._known: dict[str, _TlsConnection] = {}
         self._closed = threading.Event()
@@ -203,7 +202,8 @@ class GrpcPort:
             close_channel(sock)
 
     def _enrol(self, enrolment: Enrolment, sock: TlsSocket, where: str) -> None:
-        """Passes a connection whose first byte is not TLS to `enrolment`, and closes it afterwards. It never reaches gRPC."""
+        """Passes a connection whose first byte is not TLS to `enrolment`, and closes it afterwards. An enrolment connection
+        never reaches gRPC."""
         plain = socket.socket(sock.family, sock.type, sock.proto, sock.detach())
         with plain, plain.dup() as guard:  # ends the connection on eviction, whatever wraps the other one
             self._handshakes.replace(sock, guard)

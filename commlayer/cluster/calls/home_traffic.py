@@ -22,7 +22,8 @@ LOOK_S = 1.0
 BEAT_NBYTES = 100
 """Bytes of a heartbeat or its answer. Heartbeats have a process of their own (heartbeat_sidecar.py)."""
 DEADLINE_SHARE = 0.25
-"""An exchange may take this fraction of deadline_s, whatever the cap of a month: then the home trains until it must pause."""
+"""The cap of a month never makes an exchange take longer than this fraction of deadline_s. A home above the cap trains until it
+must pause."""
 
 
 class HomeTraffic:

@@ -51,8 +51,8 @@ class Join(Record, frozen=True):
     """Registers a worker or server with the job, or a site. The request is repeated until all have joined; a site repeats it as
     long as it is present.
 
-    A site is a machine that accepts no connections, whose ranks reach other sites through the coordinator. Its launcher
-    registers it before its workers start, in order to get their ranks.
+    A site is a machine that accepts no connections, whose ranks reach other sites through the coordinator. A site's launcher
+    registers the site before its workers start, in order to get their ranks.
     """
 
     kind: Kind
@@ -83,7 +83,7 @@ class Join(Record, frozen=True):
     colocated: bool = False
     """True for a server that runs in the coordinator's process, and fails with that process."""
     restartable: bool = False
-    """True for a server that has a journal, so it can be restarted and register again."""
+    """True: the server has a journal, so it can be restarted and register again."""
     outbound_only: bool = False
     """True for a worker whose machine accepts no connections. A server with the same `name` therefore runs on another
     machine."""
@@ -227,7 +227,7 @@ class HeartbeatReply(Record, frozen=True):
     dead: str = ""
     """Why the coordinator has declared the sender itself dead; "" if it has not."""
     silent: bool = False
-    """True: because heartbeats of the sender, or of its site, stopped. It may have done nothing wrong."""
+    """True: because heartbeats of the sender, or of its site, stopped. The named peer may have done nothing wrong."""
     failed: tuple[PeerExit, ...] = ()
     departed: tuple[PeerExit, ...] = ()
     job_done: bool = False
@@ -235,15 +235,15 @@ class HeartbeatReply(Record, frozen=True):
     job_failed: bool = False
     """True: the job is over, but not all of its last workers finished."""
     epoch: Epoch | None = None
-    """The newest epoch, if the sender does not have it yet; otherwise None. From now on the members of the job are those of
-    this epoch."""
+    """The newest epoch if the sender does not have this epoch yet; otherwise None. From now on the members of the job are those
+    of this epoch."""
     revision: int = 0
     """Number of changes of members and epochs until now, from an arbitrary number on: see WatchRequest."""
 
 
 class WatchRequest(Record, frozen=True):
     """Asks for a HeartbeatReply as soon as members or the epoch change. Until then the call waits, at most until its deadline.
-    It is no sign of life. One call of each process waits: the next one ends it."""
+    A watch request is no sign of life. Each process has one waiting call; its next call ends the previous one."""
 
     token: str
     generation: int
@@ -263,7 +263,7 @@ class Leave(Record, frozen=True):
 
 class KvRequest(Record, frozen=True):
     """A call to the key-value store of the sites: writes, then waits up to `wait_s` for keys. A repeated call has no further
-    effect. Only the site that owns a key may write or drop it."""
+    effect. Only the site that owns a key may replace or drop the key's value."""
 
     home: str
     put: tuple[tuple[StoreKey, bytes], ...] = ()
@@ -275,10 +275,11 @@ class KvRequest(Record, frozen=True):
     """Keys to read. The caller waits for the rank that a key names."""
     wait_s: float = 0.0
     without: bool = False
-    """True: the call does not wait for keys whose writers are gone, and reports no error for such keys. False: it fails if one
-    of its writers is lost before all have written, even if that writer has written."""
+    """True: the call does not wait for keys whose writers are gone, and reports no error for such keys. False: the call fails
+    if a writer is lost before all writers have written, even if the lost writer has written."""
     generation: int = 1
-    """Generation of the epoch to which the writes belong. They are dropped after all workers have switched to later ones."""
+    """Generation of the epoch to which the writes belong. The values are dropped after all workers have switched to later
+    epochs."""
     rank: int = ANY
     """Rank, at the calling site, that waits for keys of other ranks."""
     limit_s: float = 0.0
@@ -336,7 +337,7 @@ class StatusReply(Record, frozen=True):
     closed_reason: str = ""
     """For a running job: why it admits no workers; "" if it does."""
     full: bool = False
-    """True: the job has all its workers, so it admits another worker only after one has left."""
+    """True: the job has all its workers, so the coordinator admits another worker only after one has left."""
     min_workers: int = 0
     """Number of workers from which the job can begin; 0: `workers`."""
     caller: str = ""
@@ -409,7 +410,8 @@ def version() -> str:
 
 
 def incompatible(registration: Join, version: str) -> str:
-    """Returns why a process with this software cannot take part; "" if it can. `version`: the job's; "" if not known."""
+    """Returns the reason why a process with this software version cannot join; "" if it can. `version`: the job's; "" if not
+    known."""
     if registration.protocol != PROTOCOL:
         return coded("E-VERSION", f"uses control protocol {registration.protocol}, but the coordinator uses {PROTOCOL}: "
                                   "install the same commlayer version everywhere")

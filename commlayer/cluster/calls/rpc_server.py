@@ -125,6 +125,6 @@ class RpcServer:
                 await context.abort(grpc.StatusCode.INVALID_ARGUMENT, self._broke(peer, error))
             raise AssertionError("abort raises")
 
-        # A handler of a stream runs from the first bytes of a call on. One of a single message would run after the message has
-        # arrived, and until then the call would not be counted.
+        # A handler of a stream runs from the first bytes of a call on. A callback of a single message would run after the
+        # message has arrived, and until then the call would not be counted.
         return grpc.stream_unary_rpc_method_handler(call)

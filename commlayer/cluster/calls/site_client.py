@@ -34,7 +34,7 @@ class KvClient:
     """Client of the coordinator's key-value store for the ranks of this site. Thread-safe."""
 
     def __init__(self, address: str, config: Config, home: str, generation: int = 1) -> None:
-        """`generation`: that of the epoch to which the values belong that this client writes."""
+        """`generation`: generation of the epoch to which this client's written values belong."""
         self.address, self._home, self._generation = address, home, generation
         self._link = _channel(address, config, own=True)
         self._patience_s = max(CALL_S, reconnect_window_s(config))
@@ -48,12 +48,12 @@ class KvClient:
         """Writes and drops keys, then reads the keys in `want`. With `wait`, returns when all values are present, or at
         `deadline`; missing values are None.
 
-        `add`: key and amount of a number to increase. `once`: a random token of this addition, if other requests may repeat
-        it. `call_s`: least timeout of a call that reads or writes values. `without`: does not wait for values of writers that
-        are gone. `generation`: that of the epoch to which the writes belong; 0: the one of this client. `rank`, `limit_s`: see
-        messages.KvRequest. `since`: the time.monotonic() at which an earlier call began to wait for these keys; 0: this call is
-        the first. Raises CommError for keys that will never be written. Also raises it if the coordinator does not answer until
-        `deadline`, or has refused connections for reconnect_s.
+        `add`: key and amount of a number to increase. `once`: a random token of this addition. Repeated requests carry the same
+        token, so the number is added once. `call_s`: least timeout of a call that reads or writes values. `without`: does not
+        wait for values of writers that are gone. `generation`: generation of the epoch to which the writes belong; 0: the
+        generation of this client. `rank`, `limit_s`: see messages.KvRequest. `since`: the time.monotonic() at which an earlier
+        call began to wait for these keys; 0: this call is the first. Raises CommError for keys that will never be written. Also
+        raises it if the coordinator does not answer until `deadline`, or has refused connections for reconnect_s.
         """
         added = None if add is None else (*add, once or secrets.token_hex(8))
         request = messages.KvRequest(self._home, tuple(put), tuple(drop), added, tuple(want), without=without,

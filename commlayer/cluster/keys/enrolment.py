@@ -1,12 +1,13 @@
 """Enrolment: a home that has an invitation fetches a certificate of its own, over the coordinator's port.
 
 The home sends MAGIC in plain text, and the server answers with MAGIC and the CA's certificate. The home continues only if the
-certificate has the fingerprint in its token. Then the home verifies the server in a TLS 1.3 handshake without a certificate of
-its own. Inside TLS the server sends a nonce; the home sends a certificate request, signed with the invitation's key over that
-nonce and the fingerprint of the server's certificate; and the server sends the certificate. The connection ends there.
+certificate has the fingerprint in its token. Afterwards the home verifies the server in a TLS 1.3 handshake in which the home
+has no certificate yet. Inside TLS the server sends a nonce; the home sends a certificate request, signed with the invitation's
+key over that nonce and the fingerprint of the server's certificate; and the server sends the certificate. The connection ends
+there.
 
-The first byte decides: a TLS record begins with 0x16, MAGIC does not. So a connection that requests no certificate is never one
-that reaches gRPC, and mutual TLS is as strict as without invitations.
+The first byte decides: a TLS record begins with 0x16, MAGIC does not. A connection that requests no client certificate
+therefore never reaches gRPC, and mutual TLS is as strict as without invitations.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ COPY = "copy the complete line that `commlayer serve` or `commlayer keys invite`
 
 
 class Token(NamedTuple):
-    """What a home knows of the job before it has a certificate."""
+    """Information about the job that a home has before it has a certificate."""
 
     fingerprint: bytes
     """SHA-256 of the CA's certificate."""
@@ -43,7 +43,7 @@ class Token(NamedTuple):
 
 
 class HomeLine(NamedTuple):
-    """A home's name, the server's address, and the token; None if the line has no token."""
+    """A home's name, the server's address, and the token. The token is None if the line has none."""
 
     name: str
     address: str

@@ -1,7 +1,7 @@
-"""Invitations: each lets one home fetch a certificate of its own, once. They are kept in the CA's folder.
+"""Invitations: each lets one home fetch a certificate of its own, once. Invitations are stored in the CA's folder.
 
-An invitation is a pair of Ed25519 keys. The one-time secret in a home's line is the private one; the CA's folder has only the
-public one. A copy of the folder's `invitations.json` thus admits no home, and the secret itself is never sent.
+An invitation is a pair of Ed25519 keys. The one-time secret in a home's line is the private key; the CA's folder contains only
+the public key. A copy of the folder's `invitations.json` thus admits no home, and the secret itself is never sent.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ UNKNOWN = ("the invitation is not valid here: its name or secret is wrong, or a 
 
 
 class Invitation(Record, frozen=True):
-    """What the CA keeps of an invitation. `until`: seconds since 1970."""
+    """The record of an invitation that the CA stores. `until`: seconds since 1970."""
 
     public: bytes
     """Ed25519 public key. The private key is derived from the secret in the home's line."""
@@ -148,8 +148,8 @@ def redeem(folder: Path, name: str, csr: bytes, proof: bytes, binding: Sequence[
     """Issues the certificate of an invited home. Returns it and the CA's revocation list, as PEM. Raises Refused. A repeated
     request for the same public key gets the same certificate, because the reply may have been lost.
 
-    Nothing but the signature is looked at before it is verified. A stranger therefore reaches no parser, and learns neither
-    which homes were invited nor whether they came.
+    The server verifies the signature before it reads anything else in the request. An attacker therefore reaches no parser, and
+    cannot find out which homes were invited or have joined.
     """
     invitation = read_book(folder).homes.get(name)
     # The signature is verified for unknown names, too, so that the time of a refusal does not depend on the name.

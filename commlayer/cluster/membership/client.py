@@ -38,7 +38,7 @@ log = logging.getLogger("commlayer")
 ROUND_TRIPS = 16
 """Number of latest heartbeats whose shortest round-trip time is that of the link."""
 WATCH_S = 60.0
-"""Deadline of a Watch call, after which it is repeated. It costs the coordinator as much as a heartbeat."""
+"""Deadline of a Watch call, after which it is repeated. A Watch call costs the coordinator as much as a heartbeat."""
 LAST_EVENTS_S = 1.0
 """Timeout of the call with a leaving process's last events."""
 OnSilence = Callable[[float], None]
@@ -50,8 +50,8 @@ OnEpoch = Callable[[Epoch], None]
 
 
 class HeartbeatReport:
-    """What a process adds to its heartbeats. WorkerClient or DataServer sets `fields`, a function that returns fields about
-    data connections and sums. The session of a worker sets `events`, its newest events."""
+    """The fields that a process adds to its heartbeats. WorkerClient or DataServer sets `fields`, a function that returns
+    fields about data connections and sums. The session of a worker sets `events`, its newest events."""
 
     def __init__(self) -> None:
         self.fields: Callable[[], Mapping[str, Any]] = dict
@@ -276,8 +276,8 @@ class Membership:
 
     @property
     def _known_generation(self) -> int:
-        """Generation of the newest epoch whose members this process knows to be those of the job. A worker that has left before
-        it took part was never one of them."""
+        """Generation of the newest epoch whose members this process knows to be those of the job. A worker that left before it
+        took part was never a member of the job."""
         newest = self.newest
         same = {m.rank for m in newest.members} == {m.rank for m in self.epoch.members}
         return newest.generation if same else self.epoch.generation
@@ -327,8 +327,8 @@ def join(address: str, request: Join, config: Config, on_failure: Callable[[Comm
 
 
 def sidecar_main() -> None:
-    """Entry point of a heartbeat sidecar (child_processes.py). Its argument is the parent's process id; all other settings are
-    one JSON line on standard input."""
+    """Entry point of a heartbeat sidecar (child_processes.py). The argument of the program is the parent's process id; all
+    other settings are one JSON line on standard input."""
     line = child_processes.read_line()
     if not line:
         return

@@ -67,7 +67,7 @@ Q = TypeVar("Q", bound=Record)
 
 
 class Coordinator:
-    """The coordinator of one job. It listens as soon as it is constructed.
+    """The coordinator of one job. The coordinator listens as soon as it is constructed.
 
     `over` is set when the job has begun, its last worker has left or died, and its sites have left. Sites use the key-value
     store until their scripts end.
@@ -84,9 +84,9 @@ class Coordinator:
         `journal`: records this job; a job that it already contains is resumed. `embedded`: True: a training process started
         this coordinator. All its members are in one cluster, so a silent process counts as dead at once. An embedded
         coordinator serves only one job; any other coordinator is replaced for the next job if its job failed. `events`: the log
-        for the job's events; None: a new one. `ca`: folder of the job's CA, whose invitations this coordinator accepts; "":
-        none. `invited`: names of the homes that should join. `streams`: True: a summation server in this process will call
-        `serve_streams`, so those who dial earlier try again.
+        for the job's events. None: the coordinator creates a log. `ca`: folder of the job's CA, whose invitations this
+        coordinator accepts; "": none. `invited`: names of the homes that should join. `streams`: True: a summation server in
+        this process will call `serve_streams`, so peers that dial earlier are asked to try again.
         """
         least = 0 if embedded else config.min_workers
         if least and not workers:
@@ -470,8 +470,8 @@ class Coordinator:
 
     def _refuse(self, peer: str) -> None:
         """Logs that a connection was refused, if it has made no call that proves the job's secret since. The first calls of a
-        member that reconnects use the challenge of its previous connection. They are refused, and the member repeats them with
-        a new proof."""
+        member that reconnects use the challenge of its previous connection. Calls with an outdated challenge are refused, and
+        the member repeats them with a new proof."""
         if (suspect := self._suspects.pop(peer, None)) is not None:
             where, name = suspect
             self._refusals.refused(where, f"its {name} call does not prove that the caller knows the job's secret")

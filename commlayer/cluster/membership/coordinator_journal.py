@@ -1,8 +1,8 @@
 """The coordinator's journal: an SQLite database with which a restarted coordinator resumes the job.
 
-It contains the registrations, epoch and plan, the sites, and their key-value store. It contains no times: after a restart,
-every process is treated as if its last heartbeat had just arrived. Each change is committed before the caller gets its reply.
-A crash of the process therefore loses nothing that was acknowledged; a power failure may lose the last changes.
+The journal contains the registrations, the epoch and plan, the sites, and their key-value store. The journal contains no times:
+after a restart, every process is treated as if its last heartbeat had just arrived. Each change is committed before the caller
+gets its reply. A crash of the process therefore loses nothing that was acknowledged; a power failure may lose the last changes.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ data BLOB, PRIMARY KEY (name, rank))"""
 
 
 class CoordinatorRecord(Record, frozen=True):
-    """What the journal records about the job: its coordinator's address here, its secret, registrations, epoch and plan."""
+    """The job's record in the journal: the coordinator's local address, the secret, registrations, epoch and plan."""
 
     address: str
     token: str
@@ -53,8 +53,8 @@ class CoordinatorRecord(Record, frozen=True):
 class CoordinatorJournal:
     """The coordinator's journal in a folder, which is locked against other coordinators. Thread-safe.
 
-    `recovered`, `sites` and `rows`: what a previous coordinator recorded; None and empty if there is nothing to resume.
-    `token`: the secret to record, if this process generated it.
+    `recovered`, `sites` and `rows`: what a previous coordinator recorded. They are None and empty if there is nothing to
+    resume. `token`: the secret to record, if this process generated it.
     """
 
     def __init__(self, folder: str) -> None:

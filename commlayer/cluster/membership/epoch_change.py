@@ -50,8 +50,8 @@ def next_epoch(state: State) -> State:
     """Starts an epoch with the remaining workers, if some of the present epoch's workers are gone and the others can continue.
     Otherwise returns the state unchanged.
 
-    An epoch's generation is 1 plus the number of workers that were admitted or removed since epoch 1. So processes that know of
-    the same changes use the same generation.
+    An epoch's generation is 1 plus the number of workers that were admitted or removed since epoch 1. Processes that know of
+    the same changes therefore use the same generation.
     """
     if state.epoch is None or not state.min_workers or inelastic_workers(state):
         return state

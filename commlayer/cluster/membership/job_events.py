@@ -1,6 +1,7 @@
 """The coordinator's events: those that members send with heartbeats, and its own about members and waits.
 
-Members are not trusted: a member's events carry its own rank, come at a limited rate, and name no other member's state.
+Members are not trusted. A member's events must carry its own rank, their rate is limited, and they cannot report the state of
+another member.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ def log_of_job() -> EventLog:
 
 
 class _Sender(NamedTuple):
-    """What is known about one member's events: number of the next one, events that it may send now, and since when."""
+    """The coordinator's record of one member's events: the number of the next event, how many events the member may send now,
+    and since when."""
 
     next: int = 0
     allowance: float = BURST
@@ -102,7 +104,8 @@ class JobEvents:
 
 
 def _checked(line: bytes, place: Registration, epoch: Epoch | None) -> AnyEvent | None:
-    """Decodes a member's event; None if the event is not for members to send. The coordinator decides which run it is."""
+    """Decodes a member's event. Returns None if members may not send events of this kind. The coordinator decides which run it
+    is."""
     try:
         event = events.decode(line)
     except MALFORMED as error:

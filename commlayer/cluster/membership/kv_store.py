@@ -1,8 +1,8 @@
 """Key-value store at the coordinator, through which sites exchange bytes; readers may wait for keys. Runs on one event loop.
 
-Each value belongs to the site that wrote it first, and counts against that site's share of the store. Only that site replaces
-or drops it. Each value also belongs to an epoch, which its writer names; after all workers have switched to a later one, no
-worker reads it again.
+Each value belongs to the site that wrote it first, and counts against that site's share of the store. Only the owner site can
+replace or drop a value. Each value also belongs to an epoch, which its writer names; after all workers have switched to a later
+one, no worker reads it again.
 """
 
 from __future__ import annotations

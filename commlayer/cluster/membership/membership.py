@@ -59,7 +59,8 @@ class Registration(Record, frozen=True):
     closed_cleanly: bool = False
     """Whether a server reports that this worker closed its data connection in order."""
     blamed_peer: str = ""
-    """The peer that this worker named as the reason when it left, until that peer sends a heartbeat or dies; otherwise ""."""
+    """The peer that this worker named as the cause when it left. The field becomes "" when that peer sends a heartbeat or
+    dies."""
     known_generation: int = 0
     active_generation: int = 0
     """For a worker: see Heartbeat; 0 before its first report."""
@@ -219,7 +220,8 @@ def verdict_pending(state: State, place: Registration) -> bool:
     """Returns whether the process named a lost peer when it left, and that peer is neither dead nor known to be alive.
 
     In this case either the peer or only the link between the two may be lost. The departure is not reported until the peer is
-    dead or sends a heartbeat. Otherwise the first process that lost the connection to the peer would be named as the cause.
+    dead or sends a heartbeat. Without this delay, the first process that lost the connection to the peer would be named as the
+    cause.
     """
     return bool(place.blamed_peer) and any(p.present and p.peer == place.blamed_peer for p in state.registrations.values())
 
@@ -261,7 +263,7 @@ def tick(state: State, now: float, dead_after_s: float, patience_s: float = 0.0,
     after `patience_s`, if that is longer. Data that a server receives breaks the silence, too.
 
     If servers report that all remaining workers closed in order, those workers count as finished after `ended_after_s` of
-    silence. They left while no coordinator was running.
+    silence. Such workers left while no coordinator was running.
     """
     paused_s, places = own_pause_s(state, now), state.registrations
     if paused_s:

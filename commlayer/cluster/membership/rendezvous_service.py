@@ -40,7 +40,7 @@ Clock = Callable[[], float]
 
 
 class _Wait(NamedTuple):
-    """A rank's wait for a key. It began at `begin_s` and was last reported at `seen_s`."""
+    """A rank's wait for a key. The wait began at `begin_s` and was last reported at `seen_s`."""
 
     begin_s: float
     seen_s: float
@@ -240,7 +240,7 @@ class RendezvousService:
             self._set(sites.tick(sites.reset_silence(state, now) if still_s else state, now, self._gone_s, ended))
 
     def _record_contact(self, token: str) -> Site | None:
-        """Records that a site has called, and returns the site; None if it is not part of this rendezvous."""
+        """Records that a site has called, and returns the site. Returns None if the process is not part of this rendezvous."""
         with self._lock:
             if token in self._state.present:
                 self._state = sites.mark_seen(self._state, token, self._clock())

@@ -1,10 +1,10 @@
 """Sites and their ranks: which sites take part in a job, as functions of (state, request, now).
 
-A site is a machine that accepts no connections. Its launcher registers it before its workers start. The site gets the ranks of
-its workers once all sites together have as many workers as the job; or, if the job can begin with fewer, `last_call_s` seconds
-after the last arrival. Sites are ordered by arrival, except those that request an index. If a site leaves between the
-assignment of ranks and the begin of the job, all ranks become invalid: the rendezvous fails for all sites. While the job runs,
-new sites may join under new rank numbers, if the job admits workers.
+A site is a machine that accepts no connections. A site's launcher registers the site before its workers start. The site gets
+the ranks of its workers once all sites together have as many workers as the job; or, if the job can begin with fewer,
+`last_call_s` seconds after the last arrival. Sites are ordered by arrival, except those that request an index. If a site leaves
+between the assignment of ranks and the begin of the job, all ranks become invalid: the rendezvous fails for all sites. While
+the job runs, new sites may join under new rank numbers, if the job admits workers.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class AdmissionState(Record, frozen=True):
     generation: int = 0
     """Generation of the job's epoch; 0 before it begins."""
     full: bool = False
-    """True: the job has all its workers, so it admits a site only after another one leaves."""
+    """True: the job has all its workers, so the coordinator admits a site only after another one has left."""
     retry_reason: str = ""
     """Why a site should ask again later, if the reason for admitting none is temporary; otherwise ""."""
     all_present: bool = False

@@ -41,7 +41,8 @@ class EmbeddedServer:
         cls, config: Config, *, workers: int = 0, servers: int = 1, join: str = "", number: int | None = 0,
     ) -> EmbeddedServer:
         """Starts a coordinator and summation server `number` in a child process (None: no server). With `join`, a coordinator's
-        address, starts only the server. Returns when the child is ready. Its log appears on this process's standard error.
+        address, starts only the server. Returns when the child is ready. The child's log appears on the standard error of this
+        process.
 
         Raises CommError if the child does not start, DeadlineExceeded if that takes longer than join_deadline_s.
         """
@@ -87,7 +88,7 @@ class EmbeddedServer:
 
 
 def _first_line(process: subprocess.Popen[bytes], deadline_s: float) -> bytes | None:
-    """Returns the first line of the child's standard output; None if the child ended without writing one."""
+    """Returns the first line of the child's standard output. Returns None if the child ended without writing a line."""
     assert process.stdout is not None
     descriptor = process.stdout.fileno()
     deadline, data = time.monotonic() + deadline_s, b""
@@ -103,8 +104,8 @@ def _first_line(process: subprocess.Popen[bytes], deadline_s: float) -> bytes | 
 
 
 def spawn(code: str, argument: str, line: bytes, **more: Any) -> subprocess.Popen[bytes]:
-    """Starts a Python process that runs this code, with this package on its path, and sends it the line. Ctrl-C reaches only
-    this process, which ends the child when it no longer needs the child."""
+    """Starts a Python process that runs this code and can import this package. Sends `line` to its standard input. Ctrl-C
+    reaches only this process, which ends the child when it no longer needs the child."""
     process = subprocess.Popen([sys.executable, "-P", "-c", code, str(ROOT), argument], stdin=subprocess.PIPE,
                                start_new_session=True, **more)
     send_line(process, line)

@@ -29,7 +29,7 @@ PIECE_NBYTES = 16 << 20
 
 class NodeGroups(NamedTuple):
     """Process groups of this node's ranks. All ranks must call the collectives of one group in the same order. Calls of
-    different groups need no common order. They stay when other nodes leave or join."""
+    different groups need no common order. The groups stay when other nodes leave or join."""
 
     out: Channel
     """Group that sums gradients inside the node, as soon as the gradients are final."""
@@ -81,13 +81,14 @@ class Groups:
         return NodeGroups(out, back, late, ready, late_ready)
 
     def site_channel(self) -> Channel | None:
-        """Creates a CPU group of this node's ranks. All ranks call it together. None if there are no others."""
+        """Creates a CPU group of this node's ranks. All ranks call it together. Returns None if this node has no other
+        ranks."""
         self._of_site = self._node("gloo")
         return self._of_site
 
     def _node(self, backend: str | None = None) -> Channel | None:
-        """Creates a group of this node's ranks; None if there are no others. Every rank takes part in creating the groups of
-        all nodes."""
+        """Creates a group of this node's ranks. Returns None if this node has no other ranks. Every rank takes part in creating
+        the groups of all nodes."""
         mine: Channel | None = None
         for ranks in self.sites:
             if len(ranks) > 1 and (group := self.members.group(ranks, timeout_s=self.timeout_s, backend=backend)) is not None:
@@ -116,7 +117,7 @@ class Groups:
 
     @property
     def hosts(self) -> Channel:
-        """A CPU group of all ranks. It is created at the first use, which all ranks must make together."""
+        """A CPU group of all ranks. The group is created at its first use, which all ranks must make together."""
         if self._hosts is None:
             self._hosts = Channel(self.members.group(timeout_s=self.timeout_s, backend="gloo"), "of the hosts")
         return self._hosts

@@ -67,8 +67,8 @@ def is_awake(pid: int) -> bool:
 
 
 def run_heartbeats(parent: int, send: Callable[[Literal["", "stopped", "ended"]], None], every_s: float) -> None:
-    """Calls send("") or send("stopped") every `every_s` seconds until the parent ends or closes standard input. Then calls
-    send("ended") if the parent has ended."""
+    """Calls send("") or send("stopped") every `every_s` seconds until the parent ends or closes standard input. When the parent
+    has ended, calls send("ended")."""
     while os.getppid() == parent:
         send("" if is_awake(parent) else "stopped")
         if select.select([0], [], [], every_s)[0]:

@@ -114,7 +114,7 @@ def decode(data: Any) -> Any:
 
 
 class _DecodeBudget:
-    """What is left of the limits of one object."""
+    """The remaining limits of one object."""
 
     def __init__(self) -> None:
         self._values, self._tuples = MAX_VALUES, MAX_TUPLES

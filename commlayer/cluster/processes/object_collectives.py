@@ -141,7 +141,8 @@ def _broadcast_from(group: Any, root: int, x: torch.Tensor, *, wait: bool = True
 
 
 def _encode(value: Any, send_size: Callable[[int], object]) -> bytearray:
-    """Encodes an object. If it cannot be sent, sends the other members a size that tells them so, and raises an error."""
+    """Encodes an object. If the value cannot be sent, sends the other members a size that marks the failure, and raises an
+    error."""
     try:
         data = object_codec.encode(value)
     except ValueError as error:

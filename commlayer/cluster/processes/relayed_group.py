@@ -31,8 +31,8 @@ NAME = "homes"
 PART_NBYTES = 160 << 10
 """Size of a chunk, which must be less than the limit of one call to the coordinator."""
 PARTS_IN_FLIGHT = 8
-"""Number of chunks in flight at once, enough to fill a link of high latency. It also limits the data that the coordinator
-stores for each member."""
+"""Number of chunks in flight at once, enough to fill a link of high latency. This limit also bounds the data that the
+coordinator stores for each member."""
 ERROR_NOTICE_S = 5.0
 """A wait without its own timeout lasts this many seconds longer than the collective. The collective's error, which can name
 missing ranks, then comes first."""
@@ -79,8 +79,8 @@ class RelayWork(_Work):  # type: ignore[misc]
 
 
 class RelayedGroup(_ProcessGroup):  # type: ignore[misc]
-    """Process group that relays tensors through the coordinator. Its collectives run one after the other in call order; all
-    members must call them in the same order."""
+    """Process group that relays tensors through the coordinator. The group runs its collectives one after the other in call
+    order; all members must call collectives in the same order."""
 
     def __init__(self, kv: KvClient, name: str, ranks: Sequence[int], rank: int, timeout_s: float) -> None:
         """`kv`: client of the coordinator's store. `name`: key prefix, equal on all members. `ranks`: world ranks of the
@@ -91,8 +91,8 @@ class RelayedGroup(_ProcessGroup):  # type: ignore[misc]
         self._thread: threading.Thread | None = None
         self._pool: ThreadPoolExecutor | None = None
         self._next = 0
-        """Number of the next chunk. A member that starts chunk n has finished chunk n - PARTS_IN_FLIGHT. So all members have
-        finished chunk n - 2 * PARTS_IN_FLIGHT, which can be dropped."""
+        """Number of the next chunk. A member that starts chunk n has finished chunk n - PARTS_IN_FLIGHT. When a member starts
+        chunk n, all members have finished chunk n - 2 * PARTS_IN_FLIGHT, so this chunk can be dropped."""
         self._failed = self._name = ""
         self.skip_lost = False
         """True: collectives leave out lost members, the same ones on all ranks. False: a lost member is an error."""

@@ -1,11 +1,12 @@
 """The row of a step: one record of numbers that each rank sends, and that all ranks receive in rank order.
 
-Each part of the session that needs numbers of the other ranks has a section of the row. What sections start in a step is sent
-as one row at the end of the step, and usually read after the next step, so no rank waits. A row that is needed earlier is sent
-and read at once. All ranks start the same sections between the same two rows, so they can read the same rows.
+A row has one section for each part of the session that needs numbers from other ranks. The sections that are started in a step
+are sent as one row at the end of the step. Ranks usually read this row after the next step, so no rank waits. A row that is
+needed earlier is sent and read at once. Between the same two rows, all ranks start the same sections, so all ranks can read the
+rows.
 
 If the job has a server, the row is a bucket of server 0 (cluster/servers/served_rows.py): if members leave, the others receive
-the row without theirs. Otherwise it is an all-gather.
+the row without theirs. In jobs without servers, a row is an all-gather.
 """
 
 from __future__ import annotations
@@ -107,7 +108,7 @@ class RowTransport:
 
 
 class StepRows:
-    """The rows of one job on one rank."""
+    """Sends and receives the rows of one job on one rank."""
 
     def __init__(self, transport: RowTransport, members: Members, failed: Failed = lambda: None, *, may_leave: bool = False
                  ) -> None:
@@ -188,7 +189,7 @@ class StepRows:
             self.received(row)
 
     def change(self, members: Members, numbers: Sequence[int]) -> None:
-        """Switches to other members. All of them call this after the same row. `numbers`: their numbers in messages."""
+        """Switches to other members. All these members call this after the same row. `numbers`: their numbers in messages."""
         self._members, self._numbers = members, numbers
         for section in self._sections.values():
             if not section.stays:
@@ -213,7 +214,7 @@ class StepRows:
 
 
 class _Row:
-    """One row: the sections that this rank has started, and what all ranks have sent."""
+    """A row in flight: the sections that this rank has started, and the received rows of all ranks."""
 
     def __init__(self) -> None:
         self.parts: dict[Section, tuple[float, ...]] = {}
@@ -300,7 +301,7 @@ class GatheredRows(RowTransport):
 
 
 class _GatheredRow:
-    """One row in flight: an all-gather for each of its messages."""
+    """A row in flight, with one all-gather for each of its messages."""
 
     def __init__(self, messages: list[tuple[PendingCollective, torch.Tensor]]) -> None:
         self._messages = messages

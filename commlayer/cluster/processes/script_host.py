@@ -72,9 +72,9 @@ def main() -> None:
 
 
 def joins_again(error: BaseException) -> bool:
-    """Returns whether this home should join again after the error. Either its worker had not joined the job yet; or the job
-    continues without it because its heartbeats did not arrive; or it has lost the server, which the others may still have; or
-    another home was lost before the job began."""
+    """Returns whether this home should join again after the error. Either the worker of this home had not joined the job yet.
+    Or the job continues without this home because its heartbeats did not arrive. Or this home has lost the server, which the
+    other homes may still have. Or another home was lost before the job began."""
     if not isinstance(error, CommError):
         return False
     lost_server = error.code == "E-PEER-LOST" and error.peer.startswith("server ")

@@ -53,8 +53,8 @@ class _World(NamedTuple):
 _worlds: list[_World] = []
 _groups: weakref.WeakSet[RelayedGroup] = weakref.WeakSet()
 _moved: dict[str, RelayedGroup] = {}
-"""Default groups of previous worlds. They are kept here because DDP refers to its group only from C++. Keyed by the name of a
-group's first world, which is equal on all ranks, including ranks that joined later."""
+"""Default groups of previous worlds. The groups are kept here because DDP refers to its group only from C++. Keyed by the name
+of a group's first world, which is equal on all ranks, including ranks that joined later."""
 END_S = 5.0
 GROUP_BITS = 16
 """torch numbers the groups of an epoch from its generation times 2 to this power on."""
@@ -110,8 +110,9 @@ def change_members(kv: KvClient, ids: Sequence[int], rank: int, generation: int)
 
 
 def _take_home_groups() -> list[Callable[[Mapping[int, int]], None]]:
-    """Takes the groups of only this home's ranks, such as those of a sharded model, from those that torch destroys together
-    with its default group. Returns functions that put them back; they receive the new number of each former rank."""
+    """Takes the groups that contain only ranks of this home, such as those of a sharded model, out of torch's tables, because
+    torch destroys all groups together with its default group. Returns functions that put them back; they receive the new number
+    of each former rank."""
     known = distributed_c10d._world
     tables: list[dict[Any, Any]] = [known.pg_map, known.pg_names, known.pg_backend_config, known.pg_to_tag]
     of_home = [group for group, ranks in known.pg_group_ranks.items()
@@ -191,7 +192,7 @@ def kv_client() -> KvClient:
 
 
 def gather_present(x: torch.Tensor) -> list[torch.Tensor]:
-    """Gathers a tensor of each rank that is not lost, over torch's default group. Returns them in rank order, the same ones on
+    """Gathers a tensor of each rank that is not lost, over torch's default group. Returns the values in rank order, equal on
     all of these ranks. While collectives are on hold, this rank's tensor takes the place of the others'."""
     if not dist.is_initialized():
         return [x]

@@ -19,8 +19,8 @@ _Store: Any = distributed_c10d.Store
 
 
 class WorldStore(_Store):  # type: ignore[misc]
-    """A torch.distributed Store on top of the coordinator's key-value store. It has the methods that torch calls, some of them
-    from C++."""
+    """A torch.distributed Store on top of the coordinator's key-value store. The class has the methods that torch calls, some
+    of them from C++."""
 
     def __init__(self, kv: KvClient, timeout_s: float, rank: int = ANY, owner: int = ANY) -> None:
         """`rank`: the coordinator's number of the rank that uses this store. `owner`: the rank to whose home all values belong;

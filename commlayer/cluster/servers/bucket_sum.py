@@ -1,4 +1,4 @@
-"""The sum of one bucket in one exchange, and what the server replies."""
+"""Sums one bucket in one exchange, and defines the server's replies."""
 
 from __future__ import annotations
 
@@ -72,8 +72,7 @@ class Stall(NamedTuple):
 
 
 class RoundSum:
-    """One round of a step in progress, with the contributions that have arrived. Between two steps, the round that comes
-    next."""
+    """A round of a step in progress, with the contributions that have arrived. Between two steps, the round that comes next."""
 
     def __init__(self, step: int, r: int, *, begun: bool = True) -> None:
         self.step, self.round, self.open = step, r, begun
@@ -97,18 +96,18 @@ class RoundSum:
 
 
 class BucketSum:
-    """One bucket: the sum in progress or the last finished step, and the results that are kept."""
+    """The state of one bucket on the server: the sum in progress or the last finished step, and the results that are kept."""
 
     def __init__(self, bucket: int, ops: CodecOps, members: tuple[int, ...]) -> None:
         self.bucket, self.ops, self.members = bucket, ops, members
         self.joining: dict[int, int] = {}
-        """Maps each worker that has joined to its number among them. It contributes to the steps whose contributions name
-        that number, or a higher one, in Header.joined."""
+        """Maps each worker that has joined to its number among them. Such a worker contributes to the steps whose contributions
+        name that number, or a higher one, in Header.joined."""
         self.joined = 0
         """Number of workers that have joined the job up to the last step that has begun; see Header.joined."""
         self.lock = threading.Lock()
         self.accs: list[Any] = [None] * ops.rounds
-        # One buffer per kept step and round. A result stays valid until KEPT_STEPS later steps have begun.
+        # One result buffer per kept step and round. A result stays valid until KEPT_STEPS later steps have begun.
         self.outs: dict[tuple[int, int], memoryview] = {}
         self.results: dict[tuple[int, int], tuple[Header, memoryview]] = {}
         self.recomputable = ops.worth_giving_back(len(members))
@@ -148,13 +147,14 @@ class BucketSum:
         return tuple(sorted({*self.members, *new})) if new else self.members
 
     def remove(self, gone: Collection[int]) -> None:
-        """Ends the wait for members that have left the job. What they have contributed to the sum in progress counts."""
+        """Ends the wait for members that have left the job. Contributions of these members to the sum in progress still
+        count."""
         self.members = tuple(member for member in self.members if member not in gone)
         self.joining = {member: number for member, number in self.joining.items() if member not in gone}
         self.followers = {key: request for key, request in self.followers.items() if request.sender not in gone}
 
     def following(self) -> Message | None:
-        """Takes the contribution that is added next, in member order; None if it has not arrived."""
+        """Takes the contribution that is added next, in member order. Returns None if the contribution has not arrived."""
         early, handled = self.sum.early, self.sum.handled
         if not early:
             return None

@@ -65,8 +65,8 @@ AwaitEpoch = Callable[[int, float], Epoch]
 
 
 class DataServer:
-    """The summation server of a process. It listens from construction on, so its address is known before it joins the job. It
-    accepts workers after start()."""
+    """The summation server of a process. The server listens from construction on, so its address is known before it joins the
+    job. The server accepts workers after start()."""
 
     def __init__(self, bind: str, port: int, config: Config, coordinator: Coordinator | None = None) -> None:
         """`coordinator`: the coordinator in the same process, if any. gRPC streams then use the coordinator's port, otherwise a
@@ -173,7 +173,7 @@ class DataServer:
     ) -> None:
         """Starts summing the plan's buckets of server number `server`, for the members of `epoch`. If the journal is of the
         same job and server, resumes from it. `token`: token of this server's registration. `await_epoch`: see
-        Membership.await_epoch; None if members never change. `change` must be called with each newer epoch.
+        Membership.await_epoch. None: the members never change. `change` must be called with each newer epoch.
 
         Raises ValueError if the plan cannot be served. Every worker that connects is then refused with the same reason.
         """
@@ -205,7 +205,8 @@ class DataServer:
         self._ready.set()
 
     def _former(self, epoch: Epoch, server: int) -> ServerIdentity | None:
-        """Returns what the journal records about an earlier process of this server in this job; None if there was none."""
+        """Returns what the journal records about an earlier process of this server in this job. Returns None if there was no
+        such process."""
         if self.journal is None or (former := self.journal.recovered) is None:
             return None
         if _is_same_job(former.epoch, epoch) and former.number == server:

@@ -1,7 +1,7 @@
 """Exchanges rows over a server: the row is one more bucket of server 0, whose result is the rows of all members in order.
 
-The codec of that bucket is "gather" (gather.py). A row is closed by the same rule as any other bucket: if members
-leave, by those that remain.
+The codec of that bucket is "gather" (gather.py). A row is closed by the same rule as any other bucket: if members leave, the
+contributions of the remaining members are enough.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ class CodecOps:
         """Members whose contributions are in the sum that is emitted."""
         self._undone = 0
         self._alone: Any = None
-        """An accumulator for decompressing a single payload; None until it is needed."""
+        """An accumulator for decompressing a single payload. The value is None until the accumulator is needed."""
         self._mean: _Mean | None = None
 
     def new_accumulator(self, r: int) -> Any:

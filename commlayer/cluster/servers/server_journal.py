@@ -4,8 +4,8 @@ The journal is a memory-mapped file with one entry per bucket, and one for the w
 written alternately: first the bytes, then a header with a sequence number and a checksum. If the process is killed while it
 writes, the other slot still contains the previous version. The kernel keeps what was written to the mapping when the process
 dies. After a power failure some of it may be lost, which checksums detect. The file is allocated completely before use, so that
-a full disk is detected then. It gets its final name after the first entries are written, so an incomplete journal is never
-read.
+a full disk is detected then. The file gets its final name after the first entries are written, so an incomplete journal is
+never read.
 """
 
 from __future__ import annotations

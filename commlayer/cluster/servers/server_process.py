@@ -87,8 +87,8 @@ def run(config: Config, part: ServeOptions) -> None:
     """Serves until a job has ended in order, or until SIGTERM. Prints one line of JSON: the addresses, and the secret if this
     process generated it.
 
-    After a failed job it serves the next one at the same address, unless it is embedded in a training process. With a journal,
-    a process that is stopped before the job's end does not leave the job, and the same command resumes it.
+    After a failed job, the process serves the next job at the same address, unless it is embedded in a training process. With a
+    journal, a process that is stopped before the job's end does not leave the job, and the same command resumes it.
     """
     if config.port == 65535 and not config.join and part.sums:
         raise InvalidInput("E-SETTING", "--port 65535: the data port is the next one, so the largest allowed value is 65534")

@@ -56,9 +56,9 @@ class Summation:
         self.joined: list[int] = []
         """Workers that have joined the job since it began, in that order."""
         self.gone: set[int] = set()
-        """Workers that have left the job. Nothing that arrives from them later is added or answered."""
+        """Workers that have left the job. Messages that arrive from these members later are neither added nor answered."""
         self._follows_ended = False
-        """True: the job has another plan, so no worker receives results of this one any longer."""
+        """True: the job has switched to another plan, so workers no longer receive results of this plan."""
         self.cells = {bucket: BucketSum(bucket, o, senders[bucket]) for bucket, o in ops.items()}
 
     def remember(self, keep: WriteEntry | None) -> None:
@@ -202,7 +202,8 @@ class Summation:
         """Ends all waits for members that have left the job. Returns the results of sums that are complete without them, and
         the breaches of members whose contributions could only be checked now.
 
-        What the members have contributed to sums in progress counts, and results are final. Repeating a removal has no effect.
+        Contributions of removed members to sums in progress still count, and results are final. Repeating a removal has no
+        effect.
         """
         self.gone |= set(gone)
         found: list[Reply | CorruptFrame] = []
@@ -518,8 +519,8 @@ class Summation:
 
 
 def _followed(worker: int, header: Header, body: memoryview) -> Reply:
-    """Returns a result for a worker that follows. It has a copy of the body, because the worker may be late, and the memory is
-    used for a later result."""
+    """Returns a result for a worker that follows. The reply has a copy of the body, because the follower may receive the reply
+    late, and the memory is reused for a later result."""
     return Reply(worker, header._replace(kind=Kind.FOLLOWED), bytes(body))
 
 

@@ -316,8 +316,8 @@ class SumServer:
             self._check_stalls()
 
     def _check_stalls(self) -> None:
-        """Sends reports about sums that wait for contributions. Only this thread checks for them: sums are locked while they
-        are journaled, and a disk may block."""
+        """Sends reports about sums that wait for contributions. Only this thread checks for such sums: sums are locked while
+        they are journaled, and a disk may block."""
         self._stalls = self.core.stalled(math.inf)
         before = time.monotonic() - self._stall_s
         for stall in self._stalls:

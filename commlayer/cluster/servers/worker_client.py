@@ -39,8 +39,8 @@ FAILED_S = 0.5
 class WorkerClient:
     """A worker's membership in the job and its connections to the servers.
 
-    The coordinator reports a failure only once, possibly before `subscribe` or while the worker changes its epoch. So the
-    failure is passed to every subscriber.
+    The coordinator reports a failure only once, possibly before `subscribe` or while the worker changes its epoch. The failure
+    is therefore passed to every subscriber.
     """
 
     def __init__(self, config: Config, address: str, request: messages.Join) -> None:

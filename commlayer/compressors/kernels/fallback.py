@@ -1,8 +1,9 @@
-"""Kernels of the default codecs in numpy, for installations without a compiler. They are slow and produce the same bytes as the
-native kernels.
+"""Kernels of the default codecs in numpy, for installations without a compiler. The functions are slow and produce the same
+bytes as the native kernels.
 
-They serve identity, fp16, bf16, int8, int4 and topk, with error feedback and momentum. Names and arguments equal those of
-commlayer._core; native/include/commlayer.h specifies each kernel. Arrays are float32 or int32 in CPU memory.
+The kernels of this module are enough for identity, fp16, bf16, int8, int4 and topk, with error feedback and momentum. Names and
+arguments equal those of commlayer._core; native/include/commlayer.h specifies each kernel. Arrays are float32 or int32 in CPU
+memory.
 """
 
 from __future__ import annotations

@@ -98,13 +98,14 @@ class WorkerBucket:
         self.keeps = not dense and codec.keeps
         """True: a payload affects later steps, so the codec's input must stay unchanged until the next exchange."""
         self.in_means = not dense and (codec.has_residual or codec.has_server_residual)
-        """True: what is encoded and summed are parts of the mean. So a residual keeps its value when weights change."""
+        """True: what is encoded and summed are parts of the mean. The value of a residual therefore stays correct when weights
+        change."""
         self.assumes_total = self.served and codec.has_residual
         """True: gradients are divided by an assumed total weight before they are encoded. The residual is corrected when the
         result shows the true one."""
         self.assumed: float | None = None
         """Total weight of the last result, by which the next gradients are divided if `assumes_total`. None: no result of this
-        plan and these members has arrived; the number of workers is assumed then."""
+        plan and these members has arrived, so the weight is assumed to be the number of workers."""
         self.layout, self.ledger, self.exchange = BucketLayout(planned, job), Ledger(planned.slices), BucketExchange()
         self.shared: SharedBuffers | None = None
 
@@ -295,8 +296,8 @@ class CollectiveBucket(WorkerBucket):
 
 
 class ServedBucket(WorkerBucket):
-    """A bucket that a server sums. Ranks of a node that do not encode the bucket use this class: they only take part in
-    collectives inside the node.
+    """A bucket that a server sums. A rank uses this class for the buckets that other ranks of its node encode: the rank only
+    takes part in collectives inside the node.
 
     For module buffers that a server averages (`means`), the server receives this node's mean in float32 and averages the means
     of all nodes. The node's own buffers are float64.
@@ -329,8 +330,8 @@ class ServedBucket(WorkerBucket):
 class EncodedBucket(ServedBucket):
     """A bucket that this worker encodes and exchanges with a server.
 
-    With error feedback the codec's input stays in the send buffer. So a step whose average was not applied can be rolled back
-    without a copy of the residual. On a CPU, the only rank of a node has no receive buffer then: results stay encoded or
+    With error feedback the codec's input stays in the send buffer. A step whose average was not applied can therefore be rolled
+    back without a copy of the residual. On a CPU, the only rank of a node has no receive buffer then: results stay encoded or
     sparse, and are decoded when they are written.
     """
 
@@ -341,7 +342,7 @@ class EncodedBucket(ServedBucket):
         """`on_device`: True if the codec runs on the gradients' device (lanes.py)."""
         self._rank, self._on_device = rank, on_device
         self._decoder: OneRound | None = None
-        """Codec that decodes encoded results when they are written; None: results are decoded when they arrive."""
+        """Codec that decodes encoded results when they are written. None: results are decoded when they arrive."""
         self._reader: TopK | RandomK | None = None
         """Codec that reads results as sparse entries; None: results are dense."""
         self._recycle: Callable[[memoryview], None] = ignore

@@ -47,8 +47,8 @@ class Coder:
         self.host, self.host_y = host[:numel], host_y[:numel]
         self.bound, self.on_device = codec.bound(spec), device is not None
         self.entries: EntryCounts | None = None
-        """Object that sets the number of sent entries before each encode; None if the codec's ratio does not change between
-        steps."""
+        """Object that sets the number of sent entries before each encode. The value is None if the codec's ratio does not
+        change between steps."""
         if device is not None:
             place(state, device)
             pinned = device.type != "cpu"

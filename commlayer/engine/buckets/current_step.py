@@ -60,7 +60,7 @@ class Counters:
 
 
 class Step:
-    """State of the step that one worker executes. One object exists for all steps of a Worker."""
+    """State of the step that one worker executes. A Worker uses the same object for all steps."""
 
     def __init__(
         self, rank: int, generation: int, units: Units, *, eager: bool = False,
@@ -71,7 +71,8 @@ class Step:
         """See Header.joined."""
         self.number = 0
         self.error: BaseException | None = None
-        """The first error of any step; None if there is none. It is never cleared and ends the worker."""
+        """The first error of any step. The value is None if no error has occurred. A stored error is never cleared and ends the
+        worker."""
         self.waiting_since = 0.0
         """Value of time.monotonic() when the training thread began to wait for results; 0 while it does not wait."""
         self.deadline_s = 0.0

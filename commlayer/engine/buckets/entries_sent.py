@@ -85,7 +85,8 @@ def _ratio(one: _One, step: int) -> float:
 
 
 def _budgeted(codec: Any, state: State) -> _One | None:
-    """Returns the codec inside `codec` whose number of entries can be set, with its state; None if `codec` contains none."""
+    """Returns the codec inside `codec` whose number of entries can be set, with its state. Returns None if `codec` contains no
+    such codec."""
     while not isinstance(codec, BudgetedTopK):
         if not isinstance(codec, CodecWrapper) or "inner" not in state:
             return None

@@ -1,8 +1,10 @@
-"""Keeps the ledger of one bucket: what this worker still has to send, and which averages of the last exchange were not applied.
+"""Keeps the ledger of one bucket: the values that this worker still has to send, and which averages of the last exchange were
+not applied.
 
 A residual is the part of a codec's input that was not sent; the codec keeps it in its state. An inherited residual comes from
 an earlier plan and is sent with the next gradients. An average that no optimizer applies is rolled back before the next
-exchange: its content returns to the residuals. So for every element, applied averages plus residuals equal the gradients.
+exchange: its content returns to the residuals. For every element, applied averages plus residuals therefore equal the
+gradients.
 """
 
 from __future__ import annotations

@@ -53,13 +53,13 @@ def _spread(idx: torch.Tensor, values: torch.Tensor, numel: int) -> torch.Tensor
 
 
 def codec_of_results(codec: Any) -> OneRound | None:
-    """Returns the codec that can check a result on arrival and decode it later; None if `codec` cannot do that."""
+    """Returns the codec that can check a result on arrival and decode it later. Returns None if `codec` cannot do both."""
     inner = result_codec(codec)
     return inner if isinstance(inner, OneRound) and type(inner).decode is OneRound.decode else None
 
 
 class EncodedResult:
-    """One bucket's result in encoded form, kept until the bucket's next exchange."""
+    """The encoded result of one bucket, kept until the bucket's next exchange."""
 
     def __init__(self, codec: OneRound, layout: BucketLayout, body: memoryview) -> None:
         """Checks the received bytes `body` completely, and raises CorruptFrame as `decode` would. After that, decoding cannot

@@ -14,10 +14,10 @@ class SharedBuffers:
     """The values of a bucket of module buffers: those that all ranks had after the last exchange (`values`), and this rank's
     values before it.
 
-    A mean of equal values differs from that value in the last bit, because weights are rounded. So an unchanged buffer would
-    drift. All ranks send a flag for each buffer, which says that this rank has changed the buffer. A buffer without any flag
-    keeps its value. Equal changes on all ranks give the same bits again in narrower types, because means are computed in
-    float64.
+    A mean of equal values differs from that value in the last bit, because weights are rounded. An unchanged buffer would
+    therefore drift. All ranks send a flag for each buffer, which says that this rank has changed the buffer. A buffer without
+    any flag keeps its value. Equal changes on all ranks give the same bits again in narrower types, because means are computed
+    in float64.
     """
 
     def __init__(self, like: torch.Tensor, layout: BucketLayout) -> None:

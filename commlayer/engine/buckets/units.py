@@ -13,9 +13,9 @@ from commlayer.engine.buckets.bucket import WorkerBucket
 class Units:
     """Factors between gradients, encoded values and averages.
 
-    Residuals are kept as parts of the mean, without the loss scale. So a change of weights or scale does not change the value
-    of an old residual. For that, gradients are divided by the total weight before they are encoded. Workers do not know it yet
-    and divide by the total of the bucket's last result; when the result shows the true total, the residual is corrected
+    Residuals are kept as parts of the mean, without the loss scale. A change of weights or scale therefore does not change the
+    value of an old residual. For that, gradients are divided by the total weight before they are encoded. Workers do not know
+    it yet and divide by the total of the bucket's last result; when the result shows the true total, the residual is corrected
     (`EncodedBucket.finish`).
     """
 

@@ -3,9 +3,9 @@ servers.
 
 A checkpoint is a folder `save-N` in the user's directory. Each rank writes files to this folder, which is on a shared disk or
 on the rank's own disk. `training-R` contains model and optimizer. `rank-R` contains the codec state of rank R (residuals,
-momenta) and its own module buffers. `server-S` contains the codec state of server S. After that the manifest is written. Only
-when it is on disk do ranks remove older checkpoints, so one complete checkpoint always remains. A checkpoint without manifest,
-or with missing files, is incomplete.
+momenta) and its own module buffers. `server-S` contains the codec state of server S. After that the manifest is written. Ranks
+remove older checkpoints only after the manifest is on disk, so one complete checkpoint always remains. A checkpoint without
+manifest, or with missing files, is incomplete.
 
 A rank writes `training-R` if its optimizer differs from that of other ranks (local steps), or if it does not see rank 0's file.
 A job with another number of workers or another plan inherits the residuals in all files that its ranks have
@@ -72,7 +72,8 @@ from commlayer.records import Bucket, Plan
 
 log = logging.getLogger("commlayer")
 SHARD = "shard."
-"""Prefix of the names of pending residuals that are only those of a rank's shards. Other jobs do not inherit them."""
+"""Prefix of the names of pending residuals that are only those of a rank's shards. Other jobs do not inherit these
+residuals."""
 RESIDUAL, CARRY, ASSUMED = "residual.", "carry.", "assumed."
 """Prefixes of tensor names in the file of a rank: residuals of a bucket whose codec state has them by encoder, residuals
 inherited from an earlier plan, and the total weight that a bucket assumes next (WorkerBucket.assumed)."""
@@ -198,8 +199,8 @@ def _save(context: JobContext, replica: Replica, directory: Path, extra: Mapping
 
 
 def next_number(highest: Sequence[int]) -> int:
-    """Returns the number of the next checkpoint from the highest number of each rank. It is higher than any rank's, so that no
-    file of an earlier checkpoint is overwritten."""
+    """Returns the number of the next checkpoint from the highest number of each rank. The number is higher than that of any
+    rank's checkpoints, so that no file of an earlier checkpoint is overwritten."""
     if min(highest) < 0 or max(highest) - min(highest) > MAX_NUMBER_STEP:
         rank = highest.index(max(highest) if min(highest) >= 0 else min(highest))
         raise CommError(f"has a checkpoint with number {highest[rank]}, but numbers may differ by {MAX_NUMBER_STEP}: remove "
@@ -472,7 +473,8 @@ def not_loaded(context: JobContext, directory: Path, error: Exception) -> CommEr
 
 
 def _saved_plan(context: DistributedJob, found: FoundCheckpoint) -> Plan | None:
-    """Returns the plan under which the checkpoint was saved, which one rank reads for all; None if no rank has it."""
+    """Returns the plan under which the checkpoint was saved, which one rank reads for all. Returns None if no rank has the
+    plan."""
     source, offered = found.readers.get(PLAN, 0), b""
     with all_or_none(context.groups, LOADING), reading(found.folder):
         if context.rank == source and PLAN in found.readers:

@@ -64,7 +64,7 @@ class Mark(Record, frozen=True):
 
 
 class SaveOnDisk(Record, frozen=True):
-    """One checkpoint, with the files of it that one rank finds on its disk."""
+    """A checkpoint as one rank finds it on its disk: its number and the files that this rank has."""
 
     number: int
     save: str = ""
@@ -120,7 +120,8 @@ def own_files(rank: int, world: int, servers: int) -> list[str]:
 
 
 def reader_of(name: str, holders: Sequence[int], world: int) -> int:
-    """Returns the rank that reads a file, one of the ranks that have it: if possible its own one, as `own_files` names it."""
+    """Returns the rank that reads a file. It is a rank that has the file: if possible, the rank for which `own_files` names the
+    file."""
     number = int(name.rpartition("-")[2]) if name != PLAN else 0
     return number % world if number % world in holders else holders[number % len(holders)]
 
@@ -149,7 +150,7 @@ def seal(folder: Path, mark: Mark) -> None:
 
 def remove(folder: Path) -> None:
     """Removes a checkpoint. The manifest is removed first, so that a partly removed checkpoint never counts as complete. Other
-    ranks might remove the same files."""
+    ranks may remove the same files at the same time."""
     with contextlib.suppress(OSError):
         (folder / MANIFEST).unlink()
     shutil.rmtree(folder, ignore_errors=True)
@@ -169,8 +170,8 @@ def files_in(folder: Path) -> list[str]:
 
 
 def saves_of(directory: Path) -> list[SaveOnDisk]:
-    """Returns the newest checkpoints in the directory that this rank finds, newest first. There are several if jobs ended while
-    they saved."""
+    """Returns the newest checkpoints in the directory that this rank finds, newest first. There are several checkpoints if jobs
+    ended while they saved."""
     return [_look(directory, number) for number in [*reversed(numbers(directory))][:MAX_SAVES]]
 
 

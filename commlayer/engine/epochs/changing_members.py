@@ -1,8 +1,8 @@
 """Lets members of a running job leave, die and join, on one rank.
 
-A member that is gone: the coordinator removes it, and servers close all sums without it (summation.py). The others wait for
-nothing else, so nothing is repeated. They learn of it from the first row that lacks it, after the same step, and then continue
-with fewer ranks.
+A member that is gone: the coordinator removes it, and servers close all sums without it (summation.py). The other members wait
+for nothing else, so no work is repeated. They learn of it from the first row that lacks it, after the same step, and then
+continue with fewer ranks.
 
 Workers that join: members propose them in their rows, and the rows decide on their first step (schedule.py). Each member
 reports them to all servers before that step. Before members send anything of that step, they give the new workers the job's
@@ -140,7 +140,8 @@ class ChangingMembers(FixedMembers):
         self._rows.start(*map(float, chain.from_iterable(self._proposals())))
 
     def _proposals(self) -> list[Proposal]:
-        """Returns the next sites of which this rank knows: those that join, then those that follow. Others come after these."""
+        """Returns the next sites that this rank knows of: sites that join, followed by sites that follow results first. Any
+        other sites come later."""
         newest, is_transferring = self._newest.epoch, self._transfer is not None and self._transfer.is_alive()
         new = sites_of(m for m in newest.members if m.rank not in self.admitted)
         if self._joining or self._following or is_transferring:
@@ -187,7 +188,7 @@ class ChangingMembers(FixedMembers):
             return
         context = self._context
         uplink, epoch = context.uplink, context.uplink.epoch
-        # Those that have followed receive another state than others do.
+        # Workers that have followed results receive another state than other workers.
         join = [p for p in join if p.member in self.followers] or join
         if join and context.site.shards and self._recut(join):
             return
@@ -305,8 +306,8 @@ class ChangingMembers(FixedMembers):
         self, givers: Sequence[int], joining: Sequence[Joining], state: tuple[bytes, bytes], name: str,
         former: threading.Thread | None,
     ) -> None:
-        """Gives the joining workers the job's state, with the other members, after the transfer `former`. If one of them
-        leaves, the others begin again."""
+        """Gives the joining workers the job's state, with the other members, after the transfer `former`. If one of these
+        workers leaves, the other workers start again."""
         context, worker = self._context, self._context.worker
 
         def act(epoch: Epoch) -> list[int]:
@@ -346,7 +347,7 @@ class ChangingMembers(FixedMembers):
         self._switch([*self._context.uplink.epoch.members, *new], f"{names} joined", logging.INFO)
 
     def _change(self, gone: Sequence[int], at: int) -> None:
-        """Continues without the members `gone`. They contribute nothing to training steps after number `at`."""
+        """Continues without the members `gone`. These members contribute nothing to training steps after number `at`."""
         context = self._context
         names = ", ".join(context.uplink.display_name(peer_name(rank)) for rank in gone)
         if context.id in gone:
@@ -382,8 +383,8 @@ class ChangingMembers(FixedMembers):
 
 
 def can_follow(buckets: Iterable[WorkerBucket]) -> bool:
-    """Returns True if a worker that has encoded nothing can decode the results of these buckets; all ranks return the same. It
-    needs no module buffers."""
+    """Returns True if a worker that has encoded nothing can decode the results of these buckets; all ranks return the same. The
+    worker needs no module buffers."""
     return all(bucket.buffer or (bucket.served and len(bucket.codec.rounds) == 1 and not shares_state(bucket.codec))
                for bucket in buckets)
 
@@ -399,8 +400,8 @@ def proposals_in(row: Sequence[float]) -> tuple[list[Proposal], list[Proposal]]:
 
 
 def new_world(former: Groups, rows: StepRows, config: Config, home: str, epoch: Epoch, own: int) -> Groups:
-    """Creates torch.distributed's process groups for the members of the epoch `epoch`. Those inside this site stay. `own`: this
-    member's initial rank."""
+    """Creates torch.distributed's process groups for the members of the epoch `epoch`. The groups inside this site stay. `own`:
+    this member's initial rank."""
     ids = [m.rank for m in epoch.members]
     former.close(nodes=False)
     kv = KvClient(config.join, config, home, epoch.generation)

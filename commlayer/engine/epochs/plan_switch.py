@@ -116,8 +116,9 @@ def _complete(context: DistributedJob, prepared: _Prepared) -> None:
 
 
 def _send(context: DistributedJob, prepared: _Prepared) -> None:
-    """Sends the plan to the servers. If members are lost meanwhile, the others send it again, which has no effect on a server
-    that has it. Any other failure ends the job, because only some servers might have switched."""
+    """Sends the plan to the servers. If members are lost before the plan is complete, the remaining members send the plan
+    again. This has no effect on a server that has the plan. Any other failure ends the job, because only some servers might
+    have switched."""
     old, new, link = context.worker, prepared.worker, context.uplink
     while True:
         generation, before = context.generation, link.epoch.members

@@ -56,7 +56,7 @@ class GivenState(Record, frozen=True):
 
     follow: bool = False
     """True: the receiver first follows the exchanges of local steps, from number `step` and row `row` on, without contributing.
-    It receives the members' state later."""
+    The receiver gets the members' state later."""
     error: str = ""
     """The reason why the sender could not read its state; empty if it could."""
     plan: bytes = b""
@@ -180,8 +180,8 @@ class Replica:
         epoch: Epoch | None = None,
     ) -> dict[str, torch.Tensor]:
         """Returns this rank's state as named tensors; one of them contains all values that are not tensors. `model`: True if
-        model, optimizer and GradScaler are included. `plan`: None if the job has one worker. `extra`: further objects, by name.
-        `epoch`: for a joining worker, which is its last member.
+        model, optimizer and GradScaler are included. `plan`: The plan of the job; None if the job has one worker. `extra`:
+        further objects, by name. `epoch`: for a joining worker, which is its last member.
         """
         tensors: dict[str, torch.Tensor] = {}
         job = context if isinstance(context, DistributedJob) else None
@@ -308,9 +308,9 @@ class Replica:
         self, tensors: Mapping[str, torch.Tensor], extra: Mapping[str, Any], own: Mapping[str, torch.Tensor] | None, *,
         buffers: bool,
     ) -> dict[str, torch.Tensor]:
-        """Installs the state in a checkpoint, and returns the state of local steps. `own`: result of `own_state` on this rank
-        when it was saved; None if the checkpoint contains none. `buffers`: True if all ranks install their own buffers. Raises
-        ValueError if the state does not fit."""
+        """Installs the state in a checkpoint, and returns the state of local steps. `own`: the result of `own_state` on this
+        rank when the checkpoint was saved. None: the checkpoint contains no such state. `buffers`: True if all ranks install
+        their own buffers. Raises ValueError if the state does not fit."""
         saved = msgspec.msgpack.decode(tensors[HEAD].numpy().tobytes(), type=complete(GivenState))
         states, of_states = saved.extra, tensors
         if own is not None:
@@ -383,7 +383,7 @@ def _states_of(extra: Mapping[str, Any], tensors: dict[str, torch.Tensor]) -> di
 
 def _shared_codec_states(context: DistributedJob) -> dict[str, torch.Tensor]:
     """Returns the part of codec states that is equal on all workers that encode a bucket. Each rank of a site encodes only some
-    buckets, so all of them call it together."""
+    buckets, so all ranks of the site call this function together."""
     own = {f"{CODEC}{bucket.id}.{name}": torch.from_numpy(value) for bucket in context.worker.buckets
            if isinstance(bucket, EncodedBucket) for name, value in shared_snapshot(bucket.ledger.state).items()}
     rows = context.groups.gather_inside(safetensors.torch.save(own), lambda: context.worker.error)

@@ -1,7 +1,7 @@
 """Decides from rows which workers join a job next, or begin to follow it, and in which step. Pure functions.
 
 A member that learns of joining workers proposes them in its row. The rows of a step are one exchange: all members receive the
-same rows, even if some die. So the rows decide, and no other agreement is needed. The workers become members LEAD steps later,
+same rows, even if some die. The rows decide, so no further agreement is needed. The workers become members LEAD steps later,
 under local steps in the next outer step; all workers of a site in the same one. Until then each member has reported them to all
 servers and has their acknowledgements.
 

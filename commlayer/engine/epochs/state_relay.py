@@ -67,7 +67,7 @@ class NewestEpoch:
 
 
 class _Transfer(NamedTuple):
-    """One transfer of the state, which is sent in batches of parts: first those of the first member's own state."""
+    """One transfer of the state. The state is sent in batches of parts: first the parts that only the first member has."""
 
     name: str
     own_nbytes: int
@@ -89,7 +89,7 @@ class _Transfer(NamedTuple):
 
     def window(self, number: int) -> tuple[range, range]:
         """Returns the batches of a window: those of the first member's own state, and of the common one. Each window has an
-        equal part of both, so that no member waits until another one has given its own state."""
+        equal part of both, so that no member waits until another member has given its own state."""
         first, common = (range(min(number * most, count), min((number + 1) * most, count))
                          for count in (self.own_batches, self.common_batches) for most in [-(-count // self.windows)])
         return first, range(self.own_batches + common.start, self.own_batches + common.stop)
@@ -113,15 +113,15 @@ class _Transfer(NamedTuple):
         return f"{self.name}/end{window}", member
 
     def ends(self, window: int) -> list[StoreKey]:
-        """Returns these keys of all members: if one of them hangs, all others wait for it."""
+        """Returns the end keys of all members: if one member hangs, all others wait for its key."""
         return [self.end(window, member) for member in (*self.givers, *self.joining)]
 
 
 class StateRelay:
     """Sends the state for joining workers through the store. Each other member calls `give`, and each joining worker calls
     `take`. The first member gives what only it has; givers share the rest, which is equal on all of them: each gives the next
-    batch when it has uploaded one. So the transfer uses the uplinks of all givers, and everything is uploaded once, however
-    many workers join.
+    batch when it has uploaded one. The transfer therefore uses the uplinks of all givers, and everything is uploaded once,
+    however many workers join.
 
     If a worker that takes part leaves the job, the others begin another transfer, with other keys. No other change of the
     members disturbs it. Either all who take part complete a transfer, or none does: the store answers the calls that complete
@@ -224,7 +224,7 @@ class StateRelay:
         of all of them."""
         until = time.monotonic() + self._deadline_s
         while True:
-            # This takes as long as training takes up to that exchange, so nobody is late.
+            # The wait is as long as training takes up to that exchange, so no worker is late.
             (row,) = self._read([self._announcement(joining)], limit_s=0.0)
             own, common, givers, new = unpack(row, tuple[int, int, list[int], list[int]], peer_name(self._first), "a size")
             self.announced = True
@@ -327,6 +327,6 @@ class StateRelay:
 
 
 def _unanswered(error: CommError) -> bool:
-    """Returns True if an error means that the coordinator did not reply. It might be restarting; its store then still contains
-    all values."""
+    """Returns True if an error means that the coordinator did not reply. The coordinator might be restarting. In this case its
+    store still contains all values."""
     return isinstance(error, (PeerLost, DeadlineExceeded)) and error.peer.startswith("coordinator ")

@@ -46,8 +46,8 @@ class FiniteSteps(Component):
         self._context, self._parameters, self.held = context, parameters, held
         self._rows = context.rows.section("gradients that are not finite")
         self._found: str | None = None
-        """Text that names the ranks and the tensor with non-finite gradients; "" if the averages in `.grad` are finite; None if
-        that is not known yet."""
+        """Text that names the ranks and the tensor with non-finite gradients; "" if the averages in `.grad` are finite. The
+        value is None if this is not known yet."""
         self._dropped = False
         """True: the log already reports that this step was dropped."""
         self._in_row: dict[int, int] = {}

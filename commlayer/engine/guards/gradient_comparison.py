@@ -1,7 +1,7 @@
 """Compares sent and received values with the exact gradients, for a sampled piece of a bucket.
 
 The comparison runs after a step's exchange, before its averages are written. At that time the receive buffer contains the sum,
-the gradients are unchanged, and the residual is the part that was not sent. So steps without a comparison cost nothing.
+the gradients are unchanged, and the residual is the part that was not sent. Steps without a comparison therefore cost nothing.
 """
 
 from __future__ import annotations

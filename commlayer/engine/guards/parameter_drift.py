@@ -1,9 +1,10 @@
 """Checks for replica divergence: once per round of N steps, the rows of all ranks have a checksum of their parameters.
 
 Ranks might diverge because a script changes weights on one of them, optimizers have different states, or processors round
-differently. Then their gradients belong to different models, and no error shows it. Digests of the parameters are computed
-during all steps of a round. The rows are read one step later, so ranks do not wait for them. All ranks read the same rows after
-the same step, and react alike. Only if checksums differ, ranks gather the digest of each parameter, and wait for them.
+differently. After a divergence, the gradients of ranks belong to different models, and no error shows it. Digests of the
+parameters are computed during all steps of a round. Ranks read the rows one step later, so no rank waits for them. All ranks
+read the same rows after the same step, and react alike. If checksums differ, ranks gather the digest of each parameter, and
+wait for the digests.
 
 If ranks make unequal numbers of backward passes per step, each rank's gradients are averaged with those of another step. So
 ranks also exchange a checksum of the exchanges after which the optimizer has stepped, and a digest of the optimizer's settings.
@@ -68,7 +69,7 @@ def spacing(cost_s: float, step_s: float) -> int:
 
 
 class DriftRow(NamedTuple):
-    """What one rank tells the others. Numbers only, because they are part of the step's row."""
+    """One rank's report to the other ranks. Numbers only, because they are part of the step's row."""
 
     by_sums: float
     """Kind of the digests: 1 if they were computed on a GPU. Digests of different kinds cannot be compared."""
@@ -120,7 +121,7 @@ def stepped_apart(rows: Sequence[DriftRow]) -> list[int]:
 
 @dataclasses.dataclass
 class _Round:
-    """What has happened on this rank in the current round, since the last row of digests was sent."""
+    """The state of the current round on this rank, since the last row of digests was sent."""
 
     began: float
     training_steps: int = 0
@@ -170,7 +171,8 @@ class ParameterDrift(Component):
         self._costs_s: deque[float] = deque(maxlen=5)
         self._reported: list[int] = []
         self._failed = self._ended = False
-        """`_failed`: this rank's part of the check has failed. `_ended`: all ranks know that it has failed on one of them."""
+        """`_failed`: this rank's part of the check has failed. `_ended`: all ranks know that the check has failed on one of
+        them."""
         self._steps_differ = self._settings_differ = False
         """Two flags about the last round: optimizer steps, and optimizer settings, differed between ranks."""
 
@@ -188,7 +190,7 @@ class ParameterDrift(Component):
 
     def _pieces_of(self, tensors: Sequence[torch.Tensor]) -> tuple[list[DigestPiece | None], Digests]:
         """Returns the pieces of all parts of the tensors, and the digests of this rank's parts, to which nothing is added yet.
-        None: another rank has the piece. So all ranks that have a piece read it in the same step of a round."""
+        None: another rank has the piece. All ranks that have a piece therefore read it in the same step of a round."""
         held = [part.on(tensors[part.tensor], self._context.site.shards) for part in self._parts]
         self._has = [own is not None for own in held]
         numbers = [*accumulate(self._has, initial=0)]
@@ -430,7 +432,8 @@ class ParameterDrift(Component):
         groups.broadcast_all(received).wait(time.monotonic() + self._deadline_s)
 
         def write() -> None:
-            # Writes to .data, so autograd does not count a change, as it counts none of the optimizer's.
+            # The function writes to .data, so autograd does not count a change, just as it does not count the optimizer's
+            # changes.
             tensor.data.copy_(received)
             if tensor.is_cuda:
                 torch.cuda.current_stream(tensor.device).synchronize()  # the optimizer may run on another stream

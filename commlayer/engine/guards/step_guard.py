@@ -29,9 +29,9 @@ REMEDY_LOCAL = "call backward() outside no_sync(), or session.synchronize() befo
 
 
 class StepGuard:
-    """Checks before each optimizer step of one session that its gradients were averaged. It counts exchanges, and records for
-    each parameter the count at its last optimizer step. The gradient tensors themselves are not compared, so a script can clip,
-    scale or replace gradients, or step twice with them."""
+    """Checks before each optimizer step of one session that its gradients were averaged. The guard counts exchanges, and
+    records for each parameter the count at its last optimizer step. The gradient tensors themselves are not compared, so a
+    script can clip, scale or replace gradients, or step twice with them."""
 
     def __init__(
         self, attached: AttachedModel, named: Sequence[tuple[str, torch.Tensor]], latch: Callable[[BaseException], None],
@@ -149,8 +149,8 @@ class StepGuard:
         raise error
 
     def _witnesses(self, mine: Sequence[int]) -> list[Gradient]:
-        """Returns the identities of some of these parameters' gradients. They are enough to detect that a script has replaced
-        gradients."""
+        """Returns the identities of some of these parameters' gradients. These identities are enough to detect that a script
+        has replaced gradients."""
         chosen = mine[::max(1, len(mine) // WITNESSES)]
         return [(n, id(grad), grad._version) for n in chosen if (grad := self._parameters[n].grad) is not None]
 

@@ -2,10 +2,10 @@
 all ranks have run out.
 
 Before each step, each rank sends a row of numbers: 1 if it has a batch of its own, and which averages of the last step its
-script did not apply. So no step begins in which no rank has a batch, and all ranks know the steps in which some ranks had none.
-In these steps no observer runs, because observers compare weights and times of ranks that train alike. A rank without batches
-applies nothing itself. It copies the other ranks' reports on the last step, so that residuals and servers treat the step alike
-on all ranks.
+script did not apply. A step therefore begins only if some rank has a batch, and all ranks know the steps in which some ranks
+had no batch. In these steps no observer runs, because observers compare weights and times of ranks that train alike. A rank
+without batches applies nothing itself. It copies the other ranks' reports on the last step, so that residuals and servers treat
+the step alike on all ranks.
 
 Several sessions, such as those of a GAN's two models, enter one inside the other. The outermost leaves for all of them: a rank
 without batches takes part in the next step of whichever session the other ranks train.
@@ -56,14 +56,14 @@ class UnevenInputs:
         self.inside = False
         """True: this rank is inside session.join(), where ranks can be at different positions in their scripts."""
         self._sent = False
-        """True: this rank has sent to the others, for the current step, whether it has a batch."""
+        """True: this rank has reported to the other ranks, for the current step, whether it has a batch."""
         self._active: dict[int, bool] = {}
-        """One flag for each rank, by its number in messages. True: the rank had a batch in the last step for which this rank
-        has received the other ranks' reports."""
+        """One flag for each rank, indexed by the rank's number in messages. True: the rank had a batch in the last step for
+        which this rank has received the other ranks' reports."""
         self._last: dict[int, bool] = {}
         """One flag for each rank. True: the rank had a batch in the last step in which any rank had one."""
         self._step: Callable[[], None] | None = None
-        """Takes part in one step of the other ranks; None while this rank has batches."""
+        """Takes part in one step of the other ranks. The value is None while this rank has batches."""
 
     def enter(self) -> None:
         """Called when session.join() begins. Raises the same ValueError on all ranks if session.join() is not supported in this
@@ -155,7 +155,7 @@ class UnevenInputs:
 
     def leave(self, step: Callable[[], None]) -> None:
         """Called when session.join() ends. `step` takes part in one step of the other ranks. The outermost session calls those
-        of all sessions, until no rank has a batch. Then all ranks copy the state of a rank that had the last batch."""
+        of all sessions, until no rank has a batch. Afterwards all ranks copy the state of a rank that had the last batch."""
         self._step = step
         if _entered[0] is not self:
             return

@@ -1,1 +1,1 @@
-"""What commlayer attaches to torch: callbacks, the order of forward passes, and checks for aliases."""
+"""Attaches commlayer to torch: callbacks, the order of forward passes, and checks for aliases."""

@@ -37,7 +37,8 @@ def uncompiled(hook: Callable[..., Any]) -> Callable[..., Any]:
     """Excludes a hook that autograd calls, and all functions that the hook calls, from torch.compile, because a compiled
     function might call backward().
 
-    torch.compiler.disable does the same, but its wrapper is slower. It is used for torch 2.6, which lacks the faster call.
+    torch.compiler.disable does the same, but its wrapper is slower. The slower call is used for torch 2.6, which lacks the
+    faster call.
     """
     inner = hook.func if isinstance(hook, functools.partial) else hook
     frames: Any = torch._C._dynamo.eval_frame

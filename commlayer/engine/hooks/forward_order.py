@@ -51,8 +51,8 @@ def before_forward(module: nn.Module, hook: Callable[[nn.Module, Any], None], *,
 
 
 class ModuleHook:
-    """Hook that calls `act` before a module's forward pass, but in compiled code only if `compiled` is True. It does nothing in
-    copies and saved files of the module."""
+    """Hook that calls `act` before a module's forward pass, but in compiled code only if `compiled` is True. The hook does
+    nothing in copies and saved files of the module."""
 
     def __init__(self, act: Callable[[], None] | None = None, *, compiled: bool = False) -> None:
         self._act, self._compiled = act, compiled

@@ -1,1 +1,1 @@
-"""One attached job: its plan, its terms, and what it reports."""
+"""Defines one attached job: its plan, its terms, and its reports."""

@@ -25,7 +25,8 @@ class FixedMembers(Component):
         self.row_exchanged_steps = 0
         """The job's value of `exchanged_steps` when this rank sent its last row."""
         self.next_plan: Plan | None = None
-        """Plan to which the job switches between two steps, for sites of another size that want to join; None: there is none.
+        """Plan to which the job switches between two steps, for sites of another size that want to join. None: there is no such
+        plan.
         """
         self.confirmed = 0
         """Training step up to which the work of each member counts, even if it leaves now: a value of `exchanged_steps`."""

@@ -110,13 +110,15 @@ os.register_at_fork(after_in_child=_in_child)
 class JobContext:
     """State of the job of a script without other workers. DistributedJob adds what several workers need.
 
-    No thread refers to this object, except weakly. So it is freed with the session and the model, and then leaves the job.
+    No thread refers to this object, except weakly. The job object is therefore freed with the session and the model, and then
+    leaves the job.
     """
 
     plan: Plan | None = None
     groups: Groups | None = None
     joined: JoinedState | None = None
-    """The state that this rank received when it joined a running job; None if it did not join."""
+    """The state that this rank received when it joined a running job. The value is None if this rank did not join a running
+    job."""
     embedded: Sequence[EmbeddedServer] = ()
     """Servers that this rank hosts."""
     id = 0
@@ -137,7 +139,7 @@ class JobContext:
         self.followers: dict[str, Callable[[], str]] = {}
         """Maps names to functions that return the state of script objects, such as a sampler, as a string for joining ranks."""
         self.passes = 0
-        """Number of training steps since the job began, dropped steps included. It is the same on all ranks."""
+        """Number of training steps since the job began, dropped steps included. The value is the same on all ranks."""
         self.training_id = 0
         """Number that names this training in all its checkpoints; 0 before the first one. Resumed jobs continue it."""
         self.passed_s = 0.0
@@ -155,7 +157,7 @@ class JobContext:
         """The event stream of this rank."""
         self._owner, self._closed = os.getpid(), False
         self._exit: Callable[[], None] | None = None
-        """Function that atexit calls; None if this object needs no end."""
+        """Function that atexit calls. The value is None if this object needs no end."""
 
     def open(self) -> None:
         """Makes the end of the process close the job; the end of model and session, too."""
@@ -230,7 +232,7 @@ class JobContext:
     def drop_call(self, error: CommError, generation: int | None = None) -> None:
         """Handles the failure of a call that all ranks make together. Returns if members have left: the call is dropped, and
         the next step runs with the remaining ranks. Otherwise raises the error, with which this rank's part in the job ends.
-        `generation`: epoch in which the call began; None: the current one."""
+        `generation`: epoch in which the call began. None: the current epoch."""
         raise error
 
     def retry_on_epoch_change(self, act: Callable[[], T]) -> T:
@@ -255,9 +257,9 @@ class JobContext:
         self.components.complete(pending)
 
     def say(self, what: str, level: int = logging.WARNING, *, own: bool = False, event_level: int | None = None) -> None:
-        """Adds a text to `decisions`, with the number of training steps so far, and logs it. `own`: no other rank knows of the
-        decision, so this rank logs it even if another rank logs for its node. `event_level`: its level in the event stream, for
-        good news that people see without configuring logging."""
+        """Adds a text to `decisions`, with the number of training steps so far, and logs it. `own`: True: no other rank knows
+        of the decision, so this rank logs it even if another rank logs for its node. `event_level`: its level in the event
+        stream, for good news that people see without configuring logging."""
         self.decisions.append(f"step {self.passes}: {what}")
         if own:
             self.stream.text(self.decisions[-1], level)
@@ -392,7 +394,7 @@ class DistributedJob(JobContext):
                 "resent_nbytes": resumed.resent_nbytes, "kept_nbytes": resumed.kept_nbytes}
 
     def worker_for(self, plan: Plan, job: Job, device: torch.device, generation: int = 1) -> Worker:
-        """Creates a worker that runs this plan. It is idle until `follow` makes it current."""
+        """Creates a worker that runs this plan. The new worker is idle until `follow` makes it the current one."""
         codecs = {b.id: codec_of(b, self.groups.node, plan) for b in plan.buckets}
         return Worker(
             job, plan, codecs, device, rank=self.id, members=self.first_world, generation=generation, groups=self.groups,
@@ -429,7 +431,7 @@ class DistributedJob(JobContext):
         self.uplink.subscribe(fail, worker.stalled, left, worker.now.generation)
 
     def _row_failed(self) -> BaseException | None:
-        """Returns why no row of all ranks can arrive any more; None if there is no such reason."""
+        """Returns why no row of all ranks can arrive any more. Returns None if there is no such reason."""
         return self.worker.error
 
     def all_undone(self, undone: dict[int, int]) -> dict[int, int]:

@@ -42,7 +42,7 @@ class PlanTerms:
     basis: Basis | None = None
     """The current plan and the inputs from which it was made, if known. Used only on rank 0."""
     last_runs: LastRuns = dataclasses.field(default_factory=LastRuns)
-    """What this machine remembers of earlier runs of the job."""
+    """Records of earlier runs of the job on this machine."""
     price: tuple[float, float] | None = None
     """Two numbers about the current plan: seconds of communication per step, and the fraction of them that overlaps with
     computation. None if unknown. Used only on rank 0."""

@@ -7,7 +7,7 @@ from commlayer.engine.components import Component, Order, Pending
 
 
 class RowSender(Component):
-    """The last component of a job. It sends what the others have started, as one row."""
+    """The last component of a job. The sender sends the sections that other objects have started, as one row."""
 
     order = Order.ROWS
 

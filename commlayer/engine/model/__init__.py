@@ -1,1 +1,1 @@
-"""What commlayer reads from a script's model and optimizer, and digests to compare them between ranks."""
+"""Reads a script's model and optimizer, and computes digests to compare them between ranks."""

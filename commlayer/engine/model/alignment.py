@@ -16,8 +16,8 @@ from commlayer.transport.crc import crc32c
 
 
 def fingerprint(tensor: torch.Tensor) -> int:
-    """Returns the CRC-32C of a tensor's elements in logical order. It is not secure against attackers, but ten times as fast as
-    SHA-256."""
+    """Returns the CRC-32C of a tensor's elements in logical order. The digest is not secure against attackers, but ten times as
+    fast as SHA-256."""
     flat = tensor.detach().to("cpu").contiguous().view(-1)
     return crc32c(flat.view(torch.uint8).numpy().data) if flat.numel() else 0
 

@@ -40,8 +40,8 @@ def pieces(tensors: Sequence[torch.Tensor], most_nbytes: int = PIECE_NBYTES) -> 
 
 
 class Digests:
-    """Digests of tensors on one device, over the pieces added since the last `afresh`. They compare bits: -0.0 differs from
-    0.0, and equal NaNs are equal.
+    """Digests of tensors on one device, over the pieces added since the last `afresh`. The digests compare bits: -0.0 differs
+    from 0.0, and equal NaNs are equal.
 
     On a CPU, a digest is a CRC-32C over the bytes. A CRC on a GPU would wait for copies, so the GPU sums the elements' bits by
     row and by column, with odd weights. Two changes that cancel in a plain sum do not cancel under these weights.
@@ -70,7 +70,7 @@ class Digests:
             self._crcs[piece.tensor] = crc32c(flat.view(torch.uint8).numpy().data, self._crcs[piece.tensor])
 
     def sum_of(self, flat: torch.Tensor) -> torch.Tensor:
-        """Returns a weighted sum of the elements' bits. It is a tensor on the device, so the host does not wait."""
+        """Returns a weighted sum of the elements' bits. The sum is a tensor on the device, so the host does not wait."""
         bits = flat.view(_INTEGERS[flat.element_size()])
         table_numel = bits.numel() // ROW * ROW
         table, rest = bits[:table_numel].view(-1, ROW), bits[table_numel:].to(torch.int64)

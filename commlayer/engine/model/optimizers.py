@@ -93,8 +93,8 @@ class HeldParameters:
 
 
 def closure_of(args: Any, kwargs: Any) -> Any:
-    """Returns the closure among the arguments of an optimizer's step; None if there is none. Backward passes of the closure are
-    part of the step."""
+    """Returns the closure among the arguments of an optimizer's step. Returns None if there is no closure. Backward passes of
+    the closure are part of the step."""
     return kwargs.get("closure", args[1] if len(args) > 1 else None)
 
 

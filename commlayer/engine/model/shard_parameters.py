@@ -66,7 +66,7 @@ class Part(NamedTuple):
     """Number of rows of the tensor; 0: it is not sharded."""
 
     def on(self, own: torch.Tensor, shards: Shards) -> torch.Tensor | None:
-        """Returns this part of a rank's own elements of the tensor; None: another rank of the site has it."""
+        """Returns this part of a rank's own elements of the tensor. Returns None if another rank of the site has the part."""
         if not self.rows:
             return own
         if chunk_with(self.first, self.rows, shards.ranks) != shards.local:

@@ -21,7 +21,7 @@ class Inspection:
 
     @property
     def plan(self) -> Plan | None:
-        """The current plan; None if there are no other ranks."""
+        """The current plan. The value is None if there are no other ranks."""
         return self.context.plan
 
     @property
@@ -93,11 +93,11 @@ class Inspection:
 
     def decisions(self) -> list[str]:
         """commlayer's decisions during training, such as changes of plan: one line for each, with step and reason. Only rank 0
-        has all of them."""
+        has all decisions."""
         return list(self.context.decisions)
 
     def events(self) -> list[StalePlan]:
-        """Reports that another plan is needed, as records. Only rank 0 has all of them."""
+        """Reports that another plan is needed, as records. Only rank 0 has all reports."""
         return list(self.context.events)
 
     def laps(self) -> list[StepTiming]:

@@ -17,11 +17,11 @@ REMEDY = 'the requested plan stays in use: create a new one from new measurement
 
 
 class StaleState(Record, frozen=True):
-    """What is known about the requested plan and its step times."""
+    """What this rank knows about the requested plan and its step times."""
 
     plan: Plan | None = None
     check: PredictionCheck | None = None
-    """Comparison of step times with the plan's prediction; None if the plan has no prediction."""
+    """Comparison of step times with the plan's prediction. The value is None if the plan has no prediction."""
     recent: tuple[float, ...] = ()
     """Seconds of the latest steps under the plan, at most three. `check` observes their median."""
 

@@ -30,7 +30,8 @@ from commlayer.records import Plan, digest
 log = logging.getLogger("commlayer")
 STEPS = 3
 WARM_STEPS = 2
-"""Number of first steps that are not traced: they find thresholds and allocate buffers, so their times are not typical."""
+"""Number of first steps that are not traced: these steps find thresholds and allocate buffers, so their times are not
+typical."""
 LATEST_STEP = 200
 """Number of steps after which a trace starts even if the search for a plan has not ended."""
 MOST_GAP = 16

@@ -25,7 +25,7 @@ from commlayer.gpu import launch
 from commlayer.records import Spec
 
 LENGTH_NBYTES = 16
-"""Number of bytes before each payload in its slot, which contain the payload's length. They also align the payload."""
+"""Number of bytes before each payload in its slot, which contain the payload's length. These bytes also align the payload."""
 Error = Callable[[], BaseException | None]
 
 

@@ -1,8 +1,8 @@
 """Defines the path for buckets that are summed by a sequence of collectives, with encoding and decoding between them.
 
 Stage j of a path consists of its j-th exchange and the local operations before this exchange. Stage j runs on lane j and in its
-own process groups, with the buckets in plan order. So every rank calls a group's collectives in the same order. The second
-exchange of one bucket overlaps the first exchange of the next bucket.
+own process groups, with the buckets in plan order. Every rank therefore calls a group's collectives in the same order. The
+second exchange of one bucket overlaps the first exchange of the next bucket.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class CollectivesPath(Path[CollectiveBucket]):
         """Units.members, the sum of all workers' weights, and the collective that computes this sum; for codecs that encode
         parts of the mean."""
         self._tails: tuple[torch.Tensor, PendingCollective] | None = None
-        """The weights and used slices of all buckets, and the all-reduce that sums them; None before it begins and after its
-        result was read."""
+        """The weights and used slices of all buckets, and the all-reduce that sums them. The value is None before the
+        collective begins and after its result was read."""
 
     def begin(self, bucket: CollectiveBucket) -> None:
         self._fill(bucket)

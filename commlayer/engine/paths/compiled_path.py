@@ -43,8 +43,8 @@ class EncodeStage(NamedTuple):
     """Index of this encode among the encodes of the path."""
     units: tuple[Range, ...]
     widest: int
-    """Number of elements of the largest unit (range that is encoded together) on any rank. It determines the size of all
-    payload slots."""
+    """Number of elements of the largest unit (range that is encoded together) on any rank. This number determines the size of
+    all payload slots."""
     first: bool
     device: str
     sender: int
@@ -61,7 +61,7 @@ class DecodeStage(NamedTuple):
 
 
 class ExchangeStage(NamedTuple):
-    """One collective of a path. `parts`: element range of each member's part, in member order (only for uncompressed splits and
+    """A collective of a path. `parts`: element range of each member's part, in member order (only for uncompressed splits and
     the gathers that undo them)."""
 
     name: str

@@ -18,8 +18,8 @@ sets an error."""
 
 
 class Lane:
-    """One thread that runs queued jobs, the most urgent first. Any thread can call `put`. The thread is a daemon, so it does
-    not delay the end of the process."""
+    """A thread that runs queued jobs, the most urgent first. Any thread can call `put`. The thread is a daemon, so it does not
+    delay the end of the process."""
 
     def __init__(self, name: str, on_error: Callable[[BaseException], None]) -> None:
         self._jobs: list[tuple[Urgency, int, Callable[[], None] | None]] = []

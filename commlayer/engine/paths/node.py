@@ -103,7 +103,7 @@ class NodeReduce(Path[ServedBucket]):
             self._arrived(bucket)
 
     def overdue(self, bucket: WorkerBucket) -> CommError:
-        """Creates the deadline error for the first missing result. It names the peer that caused the delay."""
+        """Creates the deadline error for the first missing result. The error names the peer that caused the delay."""
         sums = [node_sum for node_sum in self._sums if not node_sum.buckets[0].exchange.done] or self._sums
         mine = next((each.mine for each in sums if each.mine is not None and not each.mine.exchange.answered), None)
         if mine is not None:

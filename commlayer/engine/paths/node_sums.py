@@ -20,7 +20,7 @@ class NodeSum:
         """`owner`: the node's rank that encodes the bucket."""
         self.buckets, self._owner = tuple(buckets), owner
         self.mine = next((bucket for bucket in buckets if isinstance(bucket, EncodedBucket)), None)
-        """The bucket that this rank encodes; None if this rank encodes none of the buckets."""
+        """The bucket that this rank encodes. The value is None if this rank encodes none of the buckets."""
 
     def reduce(self, channel: Channel) -> None:
         """Starts to sum send buffers, flags and weights of all buckets over the node's ranks."""
@@ -47,8 +47,8 @@ class ShardedSum(NodeSum):
         self._parts = self._own.all.new_zeros(sum(self._sizes) - own_size)
         """This rank's gradients of the buckets (shards) that other ranks of the node encode, one bucket after the other."""
         self._rows = self._own.all.new_zeros(len(buckets), most)
-        """One row for each rank. During the sum: the other ranks' gradients in this rank's shard. After it: all results, as the
-        receive buffers."""
+        """The tensor has one row for each rank. During the sum: the other ranks' gradients in this rank's shard. After it: all
+        results, as the receive buffers."""
         self._row = self._own.all.new_zeros(most)
         at = 0
         for number, (bucket, size) in enumerate(zip(buckets, self._sizes, strict=True)):

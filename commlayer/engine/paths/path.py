@@ -3,7 +3,7 @@
 The worker calls `begin` for each of the path's buckets when their gradients are final. Then it calls `finish`, and before that
 `take` for single buckets if averages are applied one by one. When the results are written or held, it calls `reset`. Between
 two exchanges, a bucket's ledger rolls back what was not applied. These calls come from one thread at a time. A path can have
-threads of its own. It reports their errors, counts and arrivals to the Step object.
+threads of its own. The path reports its errors, counts and arrivals to the Step object.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Path(ABC, Generic[B]):
         """Starts the exchange of a bucket whose gradients are final, without waiting for it."""
 
     def overdue(self, bucket: WorkerBucket) -> CommError:
-        """Creates the deadline error for a bucket without a result. It names the peer that caused the delay; after a collective
-        no peer is known."""
+        """Creates the deadline error for a bucket without a result. The error names the peer that caused the delay; after a
+        collective no peer is known."""
         return DeadlineExceeded("the bucket was not exchanged before the deadline", peer=ANY_PEER, step=self._step.number,
                                 bucket=bucket.id)
 
@@ -62,7 +62,7 @@ class Path(ABC, Generic[B]):
 
     def take(self, bucket: WorkerBucket, deadline: float | None) -> bool:
         """Returns True if this bucket's result can be written before those of the others. Waits for the result until
-        `deadline`; None: does not wait. The worker calls `finish` after the last bucket in any case."""
+        `deadline`. None: the call does not wait. The worker calls `finish` after the last bucket in any case."""
         if deadline is not None and not self._arrivals.wait_for(lambda: bucket.exchange.done, deadline):
             raise self.overdue(bucket)
         if bucket.exchange.done:

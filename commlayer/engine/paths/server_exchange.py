@@ -91,8 +91,8 @@ class ServerExchange:
 
     def _give_up(self, run: _Running) -> None:
         """Sends an abort instead of the payload, because a rank of this node has aborted the step. The bucket is encoded and
-        rolled back nevertheless, as on ranks that do not know of the abort. So counters and shared random numbers of codecs
-        stay equal on all ranks."""
+        rolled back nevertheless, as on ranks that do not know of the abort. Counters and shared random numbers of codecs
+        therefore stay equal on all ranks."""
         run.bucket.exchange.weight = 0.0
         self._send(run, 0, f"{peer_name(self._step.rank)}: {BROKEN}".encode(), Flag.ABANDON)
 
@@ -167,7 +167,7 @@ class ServerExchange:
         self._stalled[bucket] = step, missing
 
     def overdue(self, bucket: WorkerBucket) -> DeadlineExceeded:
-        """Creates the deadline error of a bucket. It names the peer that caused the delay."""
+        """Creates the deadline error of a bucket. The error names the peer that caused the delay."""
         begun = bucket.exchange.started
         error = partial(DeadlineExceeded, step=bucket.exchange.step if begun else self._step.number, bucket=bucket.id)
         server = peer_name(SERVER_BASE + bucket.planned.server)

@@ -24,14 +24,14 @@ AnyPath = Path[Any]
 
 
 class PathTable(NamedTuple):
-    """The paths of one worker under one plan, and the threads that they share. `of` maps a bucket id to its path."""
+    """The paths of one worker under one plan, and the threads that these paths share. `of` maps a bucket id to its path."""
 
     of: Mapping[int, AnyPath]
     groups: tuple[tuple[AnyPath, ...], ...]
     """Paths for each group of buckets, in the order in which the worker waits for them. Paths over servers come first, because
     a server can name missing workers."""
     exchange: ServerExchange | None
-    """Exchanges with servers, shared by several paths; None if no bucket uses a server."""
+    """Exchanges with servers, shared by several paths. The value is None if no bucket uses a server."""
     lanes: Sequence[Lane]
     """Threads that distribute results inside the node, shared by several paths; empty if nodes have one rank."""
 

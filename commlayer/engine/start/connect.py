@@ -73,7 +73,7 @@ def connect(
 
     `must`: further values that must be the same on all ranks. `settings`: settings of optimizers, which can differ between
     ranks if drift="warn". `forbids` returns why a plan cannot use a sync mode (sync_modes.py). `replica`: sends this rank's
-    state to workers that join later, or receives it if this rank joins; None: workers cannot leave or join. `shards`: how the
+    state to workers that join later, or receives it if this rank joins. None: workers cannot leave or join. `shards`: how the
     model is sharded inside of each site.
     """
     kernels.choose(config.backend)
@@ -290,8 +290,8 @@ def _start_embedded(plan: Plan, groups: Groups, servers: list[EmbeddedServer], c
     hosts = plan.hosts or [number % nodes if config.servers == "each" else 0 for number in range(plan.servers)]
     mine = [number for number, host in enumerate(hosts) if host == groups.node] if groups.local == 0 else []
 
-    # Servers load codecs, which takes time; a coordinator does not. So the coordinator starts first, and then the servers start
-    # in parallel. A configured port is for the coordinator, and for a server in its process.
+    # Servers load codecs, which takes time; a coordinator does not. The coordinator therefore starts first, and then the
+    # servers start in parallel. A configured port is for the coordinator, and for a server in its process.
     alone = plan.servers > 1 and not config.port
 
     def first() -> bytes:

@@ -17,7 +17,7 @@ TORCHS = "_distributed_excepthook"
 
 
 def print_one_line(rank: int) -> None:
-    """Replaces sys.excepthook on this rank, unless the script has set it to its own function."""
+    """Replaces sys.excepthook on this rank, unless the script has installed its own hook."""
     before: Hook = sys.excepthook
     around = [cell.cell_contents for cell in before.__closure__ or ()] if getattr(before, "__name__", "") == TORCHS else []
     if sys.__excepthook__ not in (before, *around):

@@ -129,7 +129,8 @@ class _Receiver:
         return taken
 
     def _take_state(self, own: bytes, common: bytes) -> TakenState | ResultFollower:
-        """Installs the state, or begins to follow the exchanges. It may be called again with equal values, as the next ones."""
+        """Installs the state, or begins to follow the exchanges. The method may be called again with equal values, as the next
+        ones."""
         given, tensors = received(own, common)
         if not given.follow:
             return self._replica.install(given, tensors, self._fits)

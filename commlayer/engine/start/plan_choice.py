@@ -78,7 +78,7 @@ def _made(plan: Plan | Path | str, job: Job, config: Config, world: int, per_nod
     if isinstance(plan, Path):
         return plan_file.plan_in(plan)
     if plan == "auto":
-        # One machine needs no server and gains nothing from compression.
+        # A single machine needs no server and gains nothing from compression.
         coded = UPDATES_CODEC if requested.updates else _first_codec(config, Recipe(optimizer, workers=world))
         path_name, codec = ("allreduce", "identity()") if nodes == 1 and not elastic else ("service", coded)
     else:
@@ -107,8 +107,8 @@ def usual_fragments(requested: RequestedModes, nbytes: int) -> int:
 
 
 def basis(plan: Any, tell: Tell) -> Basis | None:
-    """Reads the inputs file of a plan file: the measurements from which the plan was made. If that fails, reports it through
-    `tell` and returns None: training does not need them."""
+    """Reads the inputs file of a plan file: the measurements from which the plan was made. If reading fails, reports the error
+    through `tell` and returns None: training does not need the inputs."""
     try:
         return plan_file.basis_of(plan)
     except ValueError as error:

@@ -1,7 +1,8 @@
 """Rendezvous of a job's ranks.
 
 Every rank publishes one row about itself through the store of the process group, and all ranks draw the same conclusion from
-all rows. So an error on one machine is one line on every rank, and no rank waits in a collective that others never enter.
+all rows. An error on one machine is therefore one line on every rank, and no rank waits in a collective that other ranks never
+enter.
 """
 
 from __future__ import annotations
@@ -179,7 +180,7 @@ class Start:
 
 
 def row_of(data: bytes, peer: str) -> RankRow:
-    """Decodes the row of a rank, which can be of another version and then has other fields."""
+    """Decodes the row of a rank. The rank may have another version of commlayer, and its row then has other fields."""
     fields = RankRow("", "")._asdict() | decode_json(data, dict[str, Any], "a row about itself", peer)
     try:
         return msgspec.convert([fields[name] for name in RankRow._fields], complete(RankRow))
@@ -226,8 +227,8 @@ def begin_group(launch: Launch, device: torch.device, config: Config) -> None:
 
 
 def problem_of(rows: Sequence[RankRow], ranks: Sequence[int], *, own_servers: bool = True) -> str:
-    """Returns why these ranks cannot train together, in one line; "" if they can. `own_servers`: True if the job starts its
-    servers itself."""
+    """Returns one line with the reason why these ranks cannot train together; "" if they can. `own_servers`: True if the job
+    starts its servers itself."""
     if wrong := [r for r, row in enumerate(rows) if row.error]:
         return f"{_who(wrong, rows, ranks)}: {rows[wrong[0]].error}"
     for name in dict.fromkeys(name for row in rows for name in row.must):
@@ -255,7 +256,7 @@ def problem_of(rows: Sequence[RankRow], ranks: Sequence[int], *, own_servers: bo
 
 
 def other_model(rows: Sequence[RankRow], members: Members, job: Job, deadline_s: float) -> str:
-    """Returns how the models of these ranks differ, in one line. All ranks call it together."""
+    """Returns one line with the differences between the models of these ranks. All ranks call it together."""
     tags = [records.encode(tensor) for tensor in job.tensors]
     every = members.tell(b"".join(crc32c(tag).to_bytes(4, "little") for tag in tags[:MOST_TENSORS]), deadline_s, "start")
     first = next((number for number in range(MOST_TENSORS)
@@ -281,7 +282,7 @@ def tensor_text(tensor: TensorInfo) -> str:
 
 
 def differing(rows: Sequence[RankRow], ranks: Sequence[int]) -> str:
-    """Returns how the ranks' optimizers differ, in one line; "" if they are equal."""
+    """Returns one line with the differences between the ranks' optimizers; "" if the optimizers are equal."""
     differences = optimizer_settings.differences([row.settings for row in rows])
     return "; ".join(f"{name}: {_by_value(values, rows, ranks)}" for name, values in [*differences.items()][:NAMED])
 
@@ -323,7 +324,7 @@ def _sharded(rows: Sequence[RankRow]) -> list[list[int]]:
 
 
 def _hold_open(members: Members | None) -> None:
-    """Keeps this rank's process running until all ranks have read the common error, after which all of them end."""
+    """Keeps this rank's process running until all ranks have read the common error. Afterwards all ranks end."""
     if members is not None:
         with contextlib.suppress(CommError):
             members.tell(b"", HEARD_S, "start")

@@ -1,8 +1,9 @@
 """Follows the exchanges of a running job's local steps on a worker that has yet to join, and advances a snapshot by them.
 
-The worker requests each result from the servers, without a contribution. It keeps them encoded until it has received the
-members' state as it was before one of these exchanges. Then it applies the later results to that state with the outer
-optimizer, in their order, as the members have done. So it has the same weights, bit for bit.
+The worker requests each result from the servers, without a contribution. The worker keeps the results encoded until it has
+received the members' state as it was before one of these exchanges. Afterwards the worker applies the later results to that
+state with the outer optimizer, in their order, as the members have done. The worker therefore has the same weights, bit for
+bit.
 """
 
 from __future__ import annotations
@@ -119,7 +120,7 @@ class ResultFollower:
                          for fragment in self._fragments for b in fragment}
         self._rows = _Stream(link, ROW_BUCKET, 0, given, given.row, ROWS_AHEAD) if given.matched else None
         if self._rows is not None:
-            self._rows.need(sys.maxsize)  # until the state before one of these rows arrives
+            self._rows.need(sys.maxsize)  # until the state that was current before one of these rows arrives
         self._units = Units(given.first_world)
         self._step, self._row = given.step, given.row
         """The exchange, and the first row, of which nothing is applied to the state yet."""

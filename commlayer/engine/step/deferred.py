@@ -43,7 +43,7 @@ _HARMLESS: set[Any] = {
     _T.size, _T.dim, _T.numel, _T.nelement, _T.stride, _T.is_contiguous, _T.is_floating_point, _T.is_complex, _T.element_size,
     _T.register_hook, _T.register_post_accumulate_grad_hook, _T.get_device, _T.__len__,
 }
-"""Functions of torch that do not read a tensor's contents, so calling them on a deferred tensor does not wait."""
+"""Functions of torch that do not read a tensor's contents. Calling them on a deferred tensor therefore does not wait."""
 
 
 class _DeferredTensor(_Deferred):

@@ -39,7 +39,7 @@ class SoloDriver(Driver):
     in_join = False
 
     def __init__(self, model: nn.Module, context: JobContext, optimizer: Any) -> None:
-        """Counts the optimizer's steps; backward passes if there is no optimizer, or it has no step hooks."""
+        """Counts the optimizer's steps. Without an optimizer, or if it has no step hooks, counts backward passes."""
         super().__init__(context)
         trained = [p for _, p in parameters_of(model)]
         self._counting: Any = None

@@ -22,7 +22,7 @@ from commlayer.optim import OuterSGD
 
 
 class ExchangeSchedule(Component):
-    """Schedule of one attached model's local steps. It does nothing under a plan that averages gradients.
+    """Schedule of one attached model's local steps. The schedule does nothing under a plan that averages gradients.
 
     The schedule counts the optimizer's steps. A step counts from the first backward pass that adds to its gradients, so a step
     that a GradScaler skips on one rank is counted on that rank, too. A backward pass starts another step if gradients were
@@ -71,7 +71,7 @@ class ExchangeSchedule(Component):
         if cleared:
             local.pending_residuals.remove_from_gradients()
         if not self._accumulates or (cleared and not self._guard.inside):
-            if cleared:  # the optimizer has skipped a step, so what was timed is more than one
+            if cleared:  # the optimizer has skipped a step, so the measured time covers more than one step
                 self._worker.stopwatch.drop()
             self._count(local)
         self._add_residuals(local, scale)

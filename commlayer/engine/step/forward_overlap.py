@@ -7,8 +7,8 @@ bit for bit the same as without overlap.
     end           when the next backward pass begins: the remaining averages arrive, the step ends, observers read it
 
 If a weight is used outside its module, a deferred tensor (deferred.py) waits for it. hooks/gradient_mark.py handles access to
-pending gradients. Some steps need all averages at once: a loss scaler, a closure, observers of sums or times. Such a step waits
-for them at the end of its backward pass.
+pending gradients. Some steps need all averages at once: a loss scaler, a closure, observers of sums or times. A step of this
+kind waits for its averages at the end of its backward pass.
 """
 
 from __future__ import annotations

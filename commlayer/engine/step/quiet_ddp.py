@@ -1,7 +1,8 @@
 """Stops a DistributedDataParallel module from averaging gradients and copying buffers, because attach() does both.
 
-DDP decides in its forward pass whether the next backward pass averages gradients. It also communicates in the forward pass. So
-DDP's flags are off during each forward pass, as inside its own no_sync(), and the script's values are restored afterwards.
+DDP decides in its forward pass whether the next backward pass averages gradients. DDP also communicates in the forward pass.
+DDP's flags are therefore off during each forward pass, as inside its own no_sync(), and the script's values are restored
+afterwards.
 """
 
 from __future__ import annotations

@@ -39,7 +39,8 @@ class UpdateNorms:
         return [(len(site) * rows[site[0]][0], *rows[site[0]][1:]) for site in self._context.groups.sites]
 
     def observe(self, rows: Sequence[Sequence[float]], square: float) -> None:
-        """Updates the agreement of the ranks' changes; logs it when it is known and when it has halved or doubled."""
+        """Updates the agreement of the ranks' changes. Logs the agreement when it is first known, and when it has halved or
+        doubled."""
         self._agreement, context = self._agreement.plus(rows, square), self._context
         plan = context.worker.plan
         if self._agreement.exchanges < plan.fragments:

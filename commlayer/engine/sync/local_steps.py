@@ -73,7 +73,7 @@ class StepWeights:
 
 
 class PendingResiduals:
-    """Residuals of an earlier plan that averaged gradients. They are added to this rank's next gradients."""
+    """Residuals of an earlier plan that averaged gradients. These residuals are added to this rank's next gradients."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self._parameters = parameters
@@ -202,7 +202,7 @@ class OuterSteps:
         overlap: bool = False, norms: Norms | None = None, merged: Callable[..., None] = ignore,
     ) -> None:
         """`merged(own, finite=...)` is called after each exchange, on all ranks; `own` is the value of Worker.not_finite.
-        `norms` exchanges norms; None: norms are not exchanged."""
+        `norms` exchanges norms. None: the ranks do not exchange norms."""
         self._parameters, self.weights, self._merged, self._outer = parameters, weights, merged, outer
         self.taken = 0
         """Number of this rank's steps since the last exchange began."""
@@ -214,7 +214,7 @@ class OuterSteps:
         self.apart = False
         """True: weights might differ between ranks."""
         self._velocity = [torch.zeros_like(start) if outer.momentum else None for start in self.starts]
-        """The outer optimizer's momentum for each parameter; None entries without momentum."""
+        """The outer optimizer's momentum for each parameter. The entries are None without momentum."""
         self._next = 0
         """Number of the fragment that is exchanged next."""
         self._running: Fragment | None = None
@@ -224,7 +224,7 @@ class OuterSteps:
         self.recorder = Recorder()
         """Records the times of steps without an exchange. The worker's recorder records exchanges."""
         self._used: list[bool] = []
-        """One flag for each fragment of the current outer step so far. True: its mean was applied."""
+        """One flag for each fragment that the current outer step has exchanged so far. True: its mean was applied."""
 
     def set_schedule(self, every: int, *, fragments: int, overlap: bool, norms: Norms | None = None) -> None:
         """Sets the schedule: number of steps per outer step, fragments, overlap. No exchange may be running."""
@@ -263,8 +263,8 @@ class OuterSteps:
 
     @property
     def behind(self) -> int:
-        """Number of recent steps whose weight changes some ranks do not have yet. They are lost if their rank dies. The number
-        is the same on all ranks."""
+        """Number of recent steps whose weight changes some ranks do not have yet. These steps are lost if their rank dies. The
+        number is the same on all ranks."""
         return sum(self._steps)
 
     @property

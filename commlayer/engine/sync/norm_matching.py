@@ -37,8 +37,8 @@ class Norms(Protocol):
 
 
 def largest_of(tensors: Sequence[torch.Tensor]) -> float:
-    """Returns the largest absolute value in all tensors; not finite if some element is not. It takes a tenth of the time of an
-    infinity norm."""
+    """Returns the largest absolute value in all tensors; not finite if some element is not. The function takes a tenth of the
+    time of an infinity norm."""
     ends = [end for x in tensors if x.numel() for end in torch.aminmax(x)]
     return float(torch.stack(ends).abs().max()) if ends else 0.0
 

@@ -29,7 +29,7 @@ from commlayer.records import Plan
 
 MODES = ("forward", "updates", "local", "round")
 Forbids = Callable[[str], str]
-"""Function from one of `MODES` to the reason why this rank cannot use that sync mode; "" if it can."""
+"""Function that maps one of `MODES` to the reason why this rank cannot use that sync mode; "" if it can."""
 
 
 class LocalSteps(msgspec.Struct, frozen=True):
@@ -66,11 +66,11 @@ def DiLoCo(every: int = 500, *, overlap: bool = False) -> LocalSteps:
 
 
 class RequestedModes(NamedTuple):
-    """What the argument `sync` requires of every plan of the job. It is the same on all ranks. None in a field: the plan
-    decides."""
+    """The requirements of the argument `sync` on every plan of the job. The value is the same on all ranks. None in a field:
+    the plan decides."""
 
     every: int | None = None
-    """Number of steps after which weight changes are exchanged; None if the script did not request local steps."""
+    """Number of steps after which weight changes are exchanged. The value is None if the script did not request local steps."""
     overlap: str | None = None
     fragments: int | None = None
     exact: bool | None = None
@@ -170,8 +170,8 @@ def useless_of(scaler: Any, *, clips: bool, apart: Callable[[], bool]) -> Forbid
 
 
 def forbids_of(model: Any, named: Sequence[tuple[str, nn.Parameter]], optimizer: Any) -> Forbids:
-    """Returns a function that returns the reason why model or optimizer exclude a sync mode; "" if they allow it. It checks at
-    each call, because the optimizer can change."""
+    """Returns a function that returns the reason why model or optimizer exclude a sync mode; "" if they allow it. The function
+    checks at each call, because the optimizer can change."""
 
     def forbids(mode: str) -> str:
         try:

@@ -1,1 +1,1 @@
-"""One rank's part in a step: gradients are collected, exchanged on paths, and handed out as averages."""
+"""Runs one rank's part in a step: collects gradients, exchanges them on paths, and writes averages."""

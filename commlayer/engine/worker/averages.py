@@ -5,10 +5,10 @@ script clears averages before that, this module reports them, and the exchange c
 generator loss that runs through the discriminator, a backward pass that only inspects gradients, and a step that a GradScaler
 skips. Writes inside an optimizer's step do not count.
 
-Clearing a gradient triggers no hook. So `.grad` is checked later: when a tensor's next gradient is about to be added, or when
-an optimizer is about to step with it. By then a cleared `.grad` is None or zeros. The check needs two hooks on every parameter.
-They are registered only while a codec of the plan keeps residuals; without residuals there is nothing to roll back. Values are
-read only from gradients that have been written since (also by clipping), and usually from one tensor only.
+Clearing a gradient triggers no hook. `.grad` is therefore checked later: when a tensor's next gradient is about to be added, or
+when an optimizer is about to step with it. By then a cleared `.grad` is None or zeros. The check needs two hooks on every
+parameter. The hooks are registered only while a codec of the plan keeps residuals; without residuals there is nothing to roll
+back. Values are read only from gradients that have been written since (also by clipping), and usually from one tensor only.
 """
 
 from __future__ import annotations
@@ -138,9 +138,9 @@ class AverageUse:
         return not _any(grad)
 
     def _look(self, numbers: Iterable[int]) -> None:
-        """Reports which averages of the given tensors were cleared. It runs before each optimizer step, so it reads few values.
-        Tensors whose `.grad` was written equally often form a group. One nonzero tensor shows that its group was not cleared,
-        because clipping and unscaling write to all tensors."""
+        """Reports which averages of the given tensors were cleared. The check runs before each optimizer step, so it reads few
+        values. Tensors whose `.grad` was written equally often form a group. One nonzero tensor shows that its group was not
+        cleared, because clipping and unscaling write to all tensors."""
         alike: dict[int, list[int]] = {}
         for number in sorted(numbers):
             if (grad := self._parameters[number].grad) is None:
@@ -198,8 +198,8 @@ def _any(grad: torch.Tensor) -> bool:
 
 
 def targets_of(worker: Worker, parameters: Iterable[nn.Parameter]) -> list[torch.Tensor | None]:
-    """Returns the tensors into which to write averages: `.grad`; a new tensor if only other ranks had a gradient; None if no
-    rank had one."""
+    """Returns the tensors into which to write averages: `.grad`; a new tensor if only other ranks had a gradient. The entry is
+    None if no rank had a gradient."""
     pairs = zip(parameters, worker.used(), strict=False)
     return [None if not anyone else torch.empty_like(p) if p.grad is None else p.grad for p, anyone in pairs]
 

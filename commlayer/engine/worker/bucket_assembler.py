@@ -132,8 +132,8 @@ class CollectiveOrder:
     """Calls `begin` on buckets strictly in the given order.
 
     All ranks must call collectives in the same order. The order in which buckets become ready differs between ranks, for
-    example if a rank does not use a parameter. So a bucket waits until all buckets before it in the plan are ready. The thread
-    that makes a bucket ready also starts the buckets that waited for it.
+    example if a rank does not use a parameter. A bucket therefore waits until all buckets before it in the plan are ready. The
+    thread that makes a bucket ready also starts the buckets that waited for it.
     """
 
     def __init__(self, buckets: Sequence[WorkerBucket], begin: Callable[[WorkerBucket], None]) -> None:

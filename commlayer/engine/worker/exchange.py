@@ -1,7 +1,7 @@
 """Defines an exchange: buckets of one worker that are launched together, and the delay after which their averages are applied.
 
-An exchange has at most one result on its way. It is taken before the next launch, so codecs process their steps in order, and
-every rank uses the same result in the same step. There are four settings:
+An exchange has at most one result on its way. The result is taken before the next launch, so codecs process their steps in
+order, and every rank uses the same result in the same step. There are four settings:
 
     in its own step           launched bucket by bucket in the backward pass, applied after it
     in the next forward pass  applied bucket by bucket (partial_step.py, step/forward_overlap.py)
@@ -9,8 +9,8 @@ every rank uses the same result in the same step. There are four settings:
     local steps               launched after an outer step or a part of it, applied at once or before the next launch
                               (sync/local_steps.py)
 
-Averages that no optimizer applies are discarded: the ledger of their bucket rolls them back before the next launch. What is
-still held or unsent when the plan changes is carried over as residuals (plan_handover.py).
+Averages that no optimizer applies are discarded: the ledger of their bucket rolls them back before the next launch. When the
+plan changes, results that are held and gradients that are not sent become residuals (plan_handover.py).
 """
 
 from __future__ import annotations
@@ -207,8 +207,8 @@ class HeldResult:
 
     @property
     def used(self) -> int:
-        """Bit mask of the slices that will be written. It is 0 before the first result, so that optimizers skip the tensors of
-        these slices."""
+        """Bit mask of the slices that will be written. The mask is 0 before the first result, so that optimizers skip the
+        tensors of these slices."""
         return self.bucket.ledger.all_slices if self._spoilt else self._slices
 
     def write(self, factor: Factor, targets: Sequence[torch.Tensor | None]) -> bool:

@@ -10,8 +10,8 @@ UNEQUAL = ("ranks have made unequal numbers of backward passes, because a data l
 
 class FinishedPeers:
     """Detects that this worker waits for a peer that has closed its session normally and will not take part. The training
-    thread stores its current exchange, a membership thread stores finished peers. Each thread writes before it reads, so at
-    least one of them finds a missed exchange."""
+    thread stores its current exchange, a membership thread stores finished peers. Each thread writes before it reads. At least
+    one of the threads therefore finds a missed exchange."""
 
     def __init__(self) -> None:
         self._first: tuple[int, str] | None = None

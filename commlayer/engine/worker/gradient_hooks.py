@@ -1,5 +1,5 @@
-"""Registers hooks on a model's parameters, optimizer and modules. They report final gradients, the end of the backward pass,
-and optimizer steps."""
+"""Registers hooks on a model's parameters, optimizer and modules. The hooks report final gradients, the end of the backward
+pass, and optimizer steps."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ class Hooks:
     clipping read gradients before any step hook could run.
 
     A script's hooks on a parameter can change its gradient before it is averaged, as under DDP, even if they were registered
-    later. So the hook of this class must be the parameter's last one. If it is not, the gradient waits for `finish`, and the
-    hook becomes the last one for the next pass.
+    later. The hook of this class must therefore be the parameter's last one. If it is not, the gradient waits for `finish`, and
+    the hook becomes the last one for the next pass.
 
     Under reentrant activation checkpointing each segment is a backward pass inside the outer one. A parameter used in several
-    segments gets its gradient in several parts. So `ready` is not called then, and `finish` receives all gradients.
+    segments gets its gradient in several parts. In this case `ready` is not called, and `finish` receives all gradients.
     """
 
     def __init__(
@@ -102,8 +102,8 @@ class Hooks:
             self._ready(number, parameter.grad)
 
     def _is_final(self, hooks: Any, key: int) -> bool:
-        """Returns True if all hooks that run after this class's hook, which has this key, are commlayer's own. Otherwise they
-        can still change the gradient."""
+        """Returns True if commlayer registered all hooks that run after this class's hook. `key`: the key of this class's hook.
+        Hooks of a script can still change the gradient."""
         self._overtaken.append((hooks, key))
         return key not in hooks or all(map(ours, [*hooks.values()][[*hooks].index(key):]))
 
@@ -165,7 +165,8 @@ class Hooks:
         self._finish()
 
     def end_broken(self) -> None:
-        """Reports that the last backward pass of the job raised an exception. Otherwise the next pass would report it."""
+        """Reports that the last backward pass of the job raised an exception. Without this call, the next pass would report the
+        exception."""
         if self._graphs:
             self._clear()
             self._aborted()
@@ -187,7 +188,7 @@ class Hooks:
 
 def _node_around() -> Any:
     """Returns the autograd node of an outer backward pass whose backward() runs this thread's pass, as in a reentrant
-    checkpoint; None if there is none."""
+    checkpoint. Returns None if there is no such node."""
     inside = False
     for frame in _stack():
         if frame.f_code.co_name == RUNS:
@@ -202,8 +203,8 @@ def _node_around() -> Any:
 
 
 def _root() -> torch.Tensor | None:
-    """Returns the tensor on which the outermost backward pass of this thread was called; None on a device's thread, whose stack
-    does not contain the call."""
+    """Returns the tensor on which the outermost backward pass of this thread was called. Returns None on a device's thread,
+    whose stack does not contain the call."""
     if isinstance(threading.current_thread(), threading._DummyThread):
         return None
     frames = [frame for frame in _stack() if frame.f_code.co_name == RUNS]

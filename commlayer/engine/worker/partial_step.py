@@ -13,7 +13,7 @@ from commlayer.engine.worker.worker import Worker
 
 
 class PartialStep:
-    """One step of a worker whose averages are applied one by one: from `Worker.complete` to `Worker.end`. Methods that return
+    """A step of a worker whose averages are applied one by one: from `Worker.complete` to `Worker.end`. Methods that return
     tensor numbers return those of the tensors that have become complete."""
 
     def __init__(
@@ -24,12 +24,13 @@ class PartialStep:
         self.worker, self._like, self._deadline_s = worker, like, deadline_s
         self.step = worker.step
         self.averages = list(tensors)
-        """Average of each tensor, by tensor number; None if no worker has a gradient. Valid only for complete tensors."""
+        """Average of each tensor, by tensor number. The value is None if no worker has a gradient. Valid only for complete
+        tensors."""
         self._left = {bucket.id: bucket for bucket in worker.buckets}
         self._missing = [len(worker.holding(tensor)) for tensor in range(len(tensors))]
         self._new = [tensor for tensor, missing in enumerate(self._missing) if not missing]
         for tensor in self._new:
-            self.averages[tensor] = None  # it has no elements, so it is not sent
+            self.averages[tensor] = None  # the average has no elements, so it is not sent
         self._copies: dict[int, torch.Tensor] = {}
         self.not_finite: set[int] = set()
         """Numbers of the tensors whose averages are not finite. These averages must not be applied."""

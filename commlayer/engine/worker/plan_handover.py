@@ -49,7 +49,7 @@ def _unsent(worker: Worker, world: int, pending: Sequence[ResidualSlice]) -> Res
 
 
 def inherit_residuals(worker: Worker, residuals: Residuals, effect: Effect) -> None:
-    """Makes a worker send residuals, before its first step. Those that stay gradients under local steps become its
+    """Makes a worker send residuals, before its first step. Residuals that stay gradients under local steps become the worker's
     `pending_residuals`."""
     planned = residuals.for_plan(steps_locally=worker.plan.steps_locally, effect=effect)
     if planned.dropped:

@@ -20,9 +20,9 @@ class WaitsFor(NamedTuple):
     """Seconds to wait for the coordinator's report of which rank left or died."""
     verdict_s: float = 0.0
     """Seconds to wait for the coordinator's report of a lost rank after a failed collective. A collective names no rank, so
-    this includes the time without heartbeats after which a worker counts as dead."""
+    this time includes the seconds without heartbeats after which a worker counts as dead."""
     stay_s: float = 0.0
-    """Seconds that the servers hosted by this rank continue after the rank's end, because other ranks might still use them."""
+    """Seconds that the servers hosted by this rank continue after the rank's end, because other ranks may still use them."""
     silent_s: float = 0.0
     """Seconds without heartbeats after which a peer counts as dead."""
 

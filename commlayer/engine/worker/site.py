@@ -21,7 +21,7 @@ MARGIN_S = 5.0
 
 
 class Outcome(NamedTuple):
-    """What became of an exchange, on one rank or in its site. A site has the largest value of its ranks."""
+    """The outcome of an exchange, on one rank or in its site. A site has the largest value of its ranks."""
 
     failed: float = 0.0
     """1 + the number of the last rank in the site on which the exchange failed; 0: on none."""
@@ -37,10 +37,10 @@ class Outcome(NamedTuple):
 
 
 class Site:
-    """The ranks of this rank's site. They agree only if the model is sharded over them."""
+    """The ranks of this rank's site. The ranks of a site agree on outcomes only if the model is sharded over them."""
 
     def __init__(self, shards: Shards = Shards(), channel: Channel | None = None, first: int = 0) -> None:
-        """`channel`: collectives of the site's ranks on CPU tensors; None: the model is not sharded. `first`: number of the
+        """`channel`: collectives of the site's ranks on CPU tensors. None: the model is not sharded. `first`: number of the
         site's first worker in the job."""
         self.shards, self._channel, self._first = shards, channel, first
 

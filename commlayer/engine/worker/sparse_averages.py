@@ -1,8 +1,8 @@
 """Makes gradients sparse if their average has few nonzero elements, for optimizers that update only those elements.
 
-Averages that arrive as sparse entries become the gradient, without dense memory. Other averages are scanned once, whatever
-their codec and sync mode, with the same result. The entries are the same on all ranks, bit for bit. So all ranks make the same
-choice, as replicas of a lazy optimizer must.
+Averages that arrive as sparse entries become the gradient, without dense memory. All other averages are scanned once, whatever
+their codec and sync mode, with the same result. The entries are the same on all ranks, bit for bit. All ranks therefore make
+the same choice, as replicas of a lazy optimizer must.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def stepped_lazily(optimizer: Any, parameters: Sequence[nn.Parameter]) -> dict[i
 
 
 def joined(parts: Sequence[tuple[torch.Tensor, torch.Tensor]], shape: torch.Size) -> torch.Tensor | None:
-    """Returns one gradient that joins the sparse entries of a tensor's parts, in order; None if there are too many entries, or
-    if some are not finite."""
+    """Returns one gradient that joins the sparse entries of a tensor's parts, in order. Returns None if there are too many
+    entries, or if some entries are not finite."""
     room = shape.numel() // MOST
     if sum(len(idx) for idx, _ in parts) > room:
         return None

@@ -67,8 +67,8 @@ class Worker:
         """Allocates the buckets and starts the lanes.
 
         `members`: number of workers with which the job began; 0: the size of `groups`. `recycle` receives the buffers of
-        decoded results for reuse. `components`: those of the session; None: the worker has no session. `site`: the ranks over
-        which the model is sharded; None: it is not sharded.
+        decoded results for reuse. `components`: those of the session. None: the worker has no session. `site`: the ranks over
+        which the model is sharded. None: the model is not sharded.
         """
         self.job, self.plan, self.device = job, plan, device
         self._components = Components() if components is None else components
@@ -76,7 +76,7 @@ class Worker:
         self.now = Step(rank, generation, self.units, eager=plan.overlap == "forward")
         self._site = site or Site()
         self._outcome = Outcome()
-        """What became of the last exchange in the site of a sharded model."""
+        """The outcome of the last exchange in the site of a sharded model."""
         self._partly_empty, self._used_in_site = self._site.shards.partly_empty(job), set[int]()
         """Two sets of tensors: those of which some ranks of a site have no elements, and which of them some worker has used in
         the last exchange."""
@@ -125,7 +125,7 @@ class Worker:
         """
         self.intact: bool | None = None
         """True: residuals were restored to their values before the failed step. False: an encoder was stuck, so the residuals
-        are unknown. None: no step has failed."""
+        are unknown. The value is None if no step has failed."""
         self.pending_residuals: Sequence[ResidualSlice] = ()
         """Residuals of an earlier plan that are gradients, if this plan has local steps; see residual_slices.py."""
         self.stopwatch = Stopwatch(device)
@@ -177,8 +177,8 @@ class Worker:
         """Drops the step on all workers, after an exception in this worker's backward pass. Called when its next backward pass
         begins.
 
-        Until then the other workers wait for this worker, up to their deadline. current_step.py describes how this worker
-        reports the abort.
+        Until its next backward pass begins, the other workers wait for this worker, up to their deadline. current_step.py
+        describes how this worker reports the abort.
         """
         self.units.broken = True
         try:
@@ -232,8 +232,8 @@ class Worker:
         self.recorder.mark("summed")
 
     def _wait_for(self, fragment: int, deadline: float) -> None:
-        """Waits for the sums of one fragment's buckets. If the model is sharded, the ranks of the site then agree on what has
-        become of the exchange, because each has other buckets."""
+        """Waits for the sums of one fragment's buckets. If the model is sharded, the ranks of the site then agree on the
+        outcome of the exchange, because each rank has other buckets."""
         try:
             self._exchanges[fragment].wait(deadline)
             self.late.launch(deadline)
@@ -294,8 +294,8 @@ class Worker:
         """Writes one bucket's averages into `targets`, one for each slice. Returns True if the values that the optimizer reads
         are finite.
 
-        The result must be the same on all ranks, because False leads to communication. So the plan decides if values are
-        checked, and not the property `keeps`.
+        The result must be the same on all ranks, because False leads to communication. The plan therefore decides whether
+        values are checked, and not the property `keeps`.
         """
         exchange = bucket.exchange
         if not bucket.served and bucket.memory.facts_y is not None and not bucket.buffer:
@@ -359,8 +359,8 @@ class Worker:
     def all_complete(self, deadline: float | None, deadline_s: float) -> bool:
         """Returns True if all workers have ended their backward pass; before that, no average may be applied.
 
-        Waits until `deadline`; None: does not wait. If a worker has aborted the step, raises StepAbandoned after all buckets
-        have arrived.
+        Waits until `deadline`. None: the call does not wait. If a worker has aborted the step, raises StepAbandoned after all
+        buckets have arrived.
         """
         self.now.deadline_s = deadline_s
         last = self._assembler.last
@@ -371,8 +371,8 @@ class Worker:
         return True
 
     def take(self, bucket: WorkerBucket, deadline: float | None) -> bool:
-        """Returns True if this bucket's average can be written. Waits until `deadline`; None: does not wait. Raises the same
-        CommErrors as `finish`."""
+        """Returns True if this bucket's average can be written. Waits until `deadline`. None: the call does not wait. Raises
+        the same CommErrors as `finish`."""
         if self.now.error is not None:
             self.check()
         begin = time.monotonic()

@@ -1,1 +1,1 @@
-"""What people are told about a running job: its view, answers, costs, story and alerts."""
+"""Presents a running job to people: its view, answers, costs, story and alerts."""

@@ -1,6 +1,7 @@
-"""Alerts of a run: a home is missing, the loss is not finite, the run is over. Each has one cause, and each cause one alert.
+"""Alerts of a run: a home is missing, the loss is not finite, the run is over. Each alert has one cause, and each cause leads
+to one alert.
 
-An alert goes to a command, a webhook, ntfy or mail, on a thread of its own. It says what `commlayer log` says.
+An alert goes to a command, a webhook, ntfy or mail, on a thread of its own. The text of an alert is the one in `commlayer log`.
 """
 
 from __future__ import annotations
@@ -114,7 +115,7 @@ def _mail(alert: Alert, address: str) -> bytes:
 
 
 def causes(view: JobView, event: Event) -> Iterator[tuple[str, str]]:
-    """What is worth an alert in an event that `view` has just applied: the cause, and which home it is about."""
+    """Yields the causes for alerts in an event that `view` has just applied, each with the name of its home."""
     match event:
         case MemberEvent(state="dead" | "left") if event.member.startswith("worker"):
             if not view.over and (event.reason or event.state == "dead") and not pause_of(event.reason):

@@ -1,4 +1,5 @@
-"""What a person asks about a job while it runs: the answers that `commlayer top`, the page and the report show first."""
+"""Answers the questions that a person asks about a running job. `commlayer top`, the page and the report show these answers
+first."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ class Answer(NamedTuple):
 
 
 def answers(view: JobView, now: float) -> list[Answer]:
-    """The answers to the six questions at the time `now`, in the clock of the events. What cannot be known is `unknown`."""
+    """The answers to the six questions at the time `now`, in the clock of the events. A question that cannot be answered has
+    the answer `unknown`."""
     return [_faster(view), _done(view, now), _sent(view), _energy(view), _missing(view, now), _help(view)]
 
 
@@ -84,7 +86,7 @@ def _help(view: JobView) -> Answer:
 
 
 def _changes(view: JobView) -> Iterator[tuple[float, str]]:
-    """What could be changed, with the speed to a loss relative to the job as it is."""
+    """Yields possible changes, each with the speed to a loss relative to the current job."""
     known = view.what_if
     if known.home_times:
         yield known.home_times, "one more home"

@@ -23,8 +23,8 @@ JOULES = 3.6e6
 
 
 class Machine(msgspec.Struct):
-    """What was counted of one machine. `counted`: time of each rank's newest event: after a restart of the server, workers send
-    events again."""
+    """Counts of one machine. `counted`: time of each rank's newest event: after a restart of the server, workers send events
+    again."""
 
     sent_bytes: int = 0
     received_bytes: int = 0
@@ -43,10 +43,11 @@ class Ledger(msgspec.Struct):
 
 
 class Costs:
-    """Counts the events of a job. A file that cannot be read begins again; one that cannot be written is reported once."""
+    """Counts the events of a job. If the file cannot be read, counting begins at 0; if it cannot be written, the error is
+    reported once."""
 
     def __init__(self, file: Path | None = None, *, watts: float = 0.0, kwh_price: float = 0.0) -> None:
-        """`watts`: power of one machine, as the user knows it; 0: as `nvidia-smi` reports it there."""
+        """`watts`: power of one machine, given by the user; 0: `nvidia-smi` on the machine reports it."""
         self._file, self._watts, self._price, self._power = file, watts, kwh_price, dict[str, float]()
         self._ledger = Ledger()
         if file is not None:

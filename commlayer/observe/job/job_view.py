@@ -38,13 +38,14 @@ from commlayer.observe.events import (
 RECENT = 100
 """Number of latest notable events that a view keeps."""
 STALE_S = 30.0
-"""Seconds after which a wait is no longer shown unless it is reported again. Waits that last are reported every few seconds."""
+"""Seconds after which a wait is no longer shown, unless it is reported again. Waits that last are reported every few
+seconds."""
 QUIET_S = 10.0
-"""Seconds without events from a worker after which it counts as silent, if no coordinator reports on it."""
+"""Seconds without events after which a worker counts as silent, if no coordinator reports on it."""
 
 
 def pause_of(reason: str) -> str:
-    """What a reason says about a pause of a home (cli/pauses.py); "" if it left for another reason.
+    """Returns the part of a reason that describes a pause of a home (cli/pauses.py); "" if the home left for another reason.
 
     >>> pause_of("pauses until 22:00"), pause_of("its home has left: pauses until 22:00"), pause_of("no memory")
     ('pauses until 22:00', 'pauses until 22:00', '')
@@ -85,7 +86,7 @@ class Totals(msgspec.Struct):
 
 
 class WorkerView(msgspec.Struct):
-    """One worker. `number`: the rank that it had when it joined."""
+    """One worker. `number`: the rank that the worker had when it joined."""
 
     number: int
     name: str = ""
@@ -98,13 +99,13 @@ class WorkerView(msgspec.Struct):
     removed: bool = False
     """True: the job continued without it."""
     step: StepEvent = StepEvent(steps=0)
-    """Its last event about steps, with `steps` 0 before the first one."""
+    """The worker's last event about steps, with `steps` 0 before the first event."""
     link: LinkEvent = LinkEvent()
     totals: Totals = msgspec.field(default_factory=Totals)
     successor: int | None = None
-    """Number of the worker that joined later on the same machine, after this one had left."""
+    """Number of the worker that joined later on the same machine, after this worker had left."""
     returns: int = 0
-    """How often a worker of this machine has left before this one joined in its place."""
+    """How often a worker of this machine left before this worker joined in its place."""
 
     @property
     def present(self) -> bool:
@@ -138,7 +139,7 @@ class Missing(NamedTuple):
 
 
 class WorkerRow(msgspec.Struct):
-    """One worker at one moment, as `commlayer top`, the page and metrics show it. Unknown numbers are 0."""
+    """The state of one worker at one moment, as `commlayer top`, the page and metrics show it. Unknown numbers are 0."""
 
     number: int
     name: str
@@ -153,7 +154,7 @@ class WorkerRow(msgspec.Struct):
     waited_s: float
     sent: int
     received: int
-    """Sums since the job began, with those of workers that had left before this one joined in their place."""
+    """Sums since the job began. They include the workers of this machine that left before this worker joined in their place."""
     step_s: float
     compute_s: float
     exposed_s: float
@@ -168,7 +169,8 @@ class WorkerRow(msgspec.Struct):
 
 
 class JobView:
-    """One job, from the events that were applied so far. Events of one sender must be applied in order."""
+    """The state of one job, computed from the events that were applied so far. Events of one sender must be applied in
+    order."""
 
     def __init__(self) -> None:
         self.recent: deque[Event] = deque(maxlen=RECENT)
@@ -176,9 +178,9 @@ class JobView:
         self.time = 0.0
         """Time of the newest event."""
         self.coordinated = False
-        """True: a coordinator's events are among them, so it reports on silent members."""
+        """True: the events of a coordinator are among the applied ones, so the coordinator reports silent members."""
         self.costs = CostEvent()
-        """What the coordinator has counted; zeros before that."""
+        """The coordinator's counts; zeros before the first report."""
         self._clear(JobEvent())
 
     def _clear(self, job: JobEvent) -> None:
@@ -297,7 +299,7 @@ class JobView:
         return [worker for _, worker in sorted(self.workers.items()) if worker.successor is None]
 
     def row(self, worker: WorkerView, now: float) -> WorkerRow:
-        """What there is to show about a worker at the time `now`."""
+        """Returns the displayed values of a worker at the time `now`."""
         step, link, totals, state = worker.step, worker.link, self.totals(worker), self.status(worker, now)
         names = [name for (rank, _), wait in self.waits.items() if rank == worker.number for name in wait.names]
         note = worker.reason or (f"for {', '.join(map(self.display, names))}" if state == "waits" and names else "")
@@ -308,13 +310,13 @@ class JobView:
             link.planned_down_bytes_per_s, step.share, step.loss)
 
     def totals(self, worker: WorkerView) -> Totals:
-        """The sums of a row: of this worker, and of those that had left before it joined in their place."""
+        """Returns the sums of a row: of this worker, and of the workers that left before it joined in their place."""
         before = next((old for old in self.workers.values() if old.successor == worker.number), None)
         return worker.totals + self.totals(before) if before else worker.totals
 
     @property
     def _counted(self) -> list[WorkerView]:
-        """The workers whose numbers are those of the job: the present ones, and all of them once the job is over."""
+        """The workers that count for the job's numbers: the present workers, and all workers once the job is over."""
         return self.present or self.rows
 
     @property
@@ -330,13 +332,13 @@ class JobView:
 
     @property
     def failed(self) -> bool:
-        """True: the job is over, and a worker without which it could not continue has not finished: as in
+        """True: the job is over, and a worker without which the job could not continue has not finished: as in
         membership.failure."""
         return self.over and any((each.reason or each.state == "dead") and not each.removed for each in self.workers.values())
 
     def missing(self, now: float) -> list[Missing]:
-        """The homes that a running job misses at the time `now`: those that were lost and have not joined again, and silent
-        ones. Those that have finished are not missing."""
+        """Returns the homes that a running job misses at the time `now`: homes that were lost and have not joined again, and
+        silent homes. Homes that have finished are not missing."""
         missing = []
         for worker in [] if self.over else self.rows:
             peer, since, why = f"worker {worker.number}", worker.ended, worker.reason
@@ -379,7 +381,7 @@ class JobView:
 
     @property
     def loss(self) -> float | None:
-        """Mean of the workers' last losses; None if no worker has reported one."""
+        """Mean of the workers' last losses. The value is None if no worker has reported a loss."""
         losses = [worker.step.loss for worker in self._counted if worker.step.loss is not None]
         return fmean(losses) if losses else None
 
@@ -388,8 +390,8 @@ class JobView:
         return sum(worker.samples_per_s for worker in self._counted)
 
     def current_waits(self, now: float) -> list[WaitEvent]:
-        """The waits that still last, with `waited_s` at the time `now`. One for each set of members that are waited for:
-        members without heartbeats first, because they are the cause of other waits."""
+        """The waits that still last, with `waited_s` at the time `now`. Returns one event for each set of members that are
+        waited for. Members without heartbeats come first, because they are the cause of other waits."""
         if self.over:
             return []
         order: Sequence[WaitKind] = ("heartbeat", "join", "step", "call")
@@ -415,11 +417,12 @@ class JobView:
         return worker is not None and worker.step.time > wait.time
 
     def waiting(self, now: float) -> list[str]:
-        """What the job waits for at the time `now`, in words."""
+        """Describes the waits of the job at the time `now`, in words."""
         return [self.words(wait) for wait in self.current_waits(now)]
 
     def notices(self, now: float) -> list[str]:
-        """What needs attention at the time `now`, in words: waits, and that one machine alone would be faster."""
+        """Describes problems that need attention at the time `now`, in words: waits, and whether one machine alone would be
+        faster."""
         alone, notices = self.alone, self.waiting(now)
         if 0 < max(alone.over_alone, alone.forecast) < 1 and not self.over:
             remedy = f"; sync='auto' would be {alone.auto_times:.1f}x as fast" if alone.auto_times > 1 else ""

@@ -14,10 +14,11 @@ class Story:
     def __init__(self) -> None:
         self.view = JobView()
         self._faster: bool | None = None
-        """Whether the job is faster than one machine alone; None before it is known."""
+        """Whether the job is faster than one machine alone. None: this is not known yet."""
 
     def apply(self, event: Event) -> list[str]:
-        """Applies an event, and returns what it adds to the story: no sentence, one, or one more about the end of the run."""
+        """Applies an event, and returns the sentences that it adds to the story: none, one, or one more about the end of the
+        run."""
         view, run, over = self.view, self.view.job.run, self.view.over
         view.apply(event)
         sentences = [self._sentence(event)] if self._counts(event) else []

@@ -20,7 +20,8 @@ LAST_S = 5.0
 
 
 class Watcher:
-    """Follows an EventLog on a thread of its own, until close(). It waits for no receiver of alerts while the job runs."""
+    """Follows an EventLog on a thread of its own, until close(). While the job runs, the watcher waits for no receiver of
+    alerts."""
 
     def __init__(self, events: EventLog, costs: Costs, alerts: Alerts) -> None:
         self._events, self._costs, self._alerts, self._story, self._cursor = events, costs, alerts, Story(), 0

@@ -23,7 +23,7 @@ log = logging.getLogger("commlayer")
 UPDATE_S = 1.0
 """Seconds between two updates."""
 MAX_STREAMS = 8
-"""Number of pages that may be open. Each one needs a thread and a connection."""
+"""Number of pages that may be open. Each page needs a thread and a connection."""
 LAST_S = 1.0
 """Seconds in which clients can take the last update before the server ends."""
 

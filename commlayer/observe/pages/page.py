@@ -30,8 +30,8 @@ PageState = dict[str, Any]
 
 
 class Update(msgspec.Struct):
-    """What the page gets: the state, and the points and notable events that it does not have yet. `whole`: the page must drop
-    those that it has."""
+    """The data that the page gets: the state, and the points and notable events that the page does not have yet. `whole`: True:
+    the page must drop its points and events."""
 
     states: list[PageState]
     points: list[Point]

@@ -1,4 +1,4 @@
-"""What happened in a run so far: curves over time, and notable events in words."""
+"""Records the history of a run: curves over time, and notable events in words."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ Points = dict[Point, float]
 
 
 class ExchangeMode(NamedTuple):
-    """What is compressed and when the result is applied. Each mode has its own measurements."""
+    """Defines which values are compressed and when the result is applied. Each mode has its own measurements."""
 
     codes: str = "gradients"
     overlap: str = ""

@@ -60,8 +60,8 @@ class LongRunLaw(NamedTuple):
     part min(1, realised (N / 1e6)^growth), for N parameters. H local steps lose the part min(1, lost ln(1 + (H - 1) / 2)
     / ln 15.5) of it, so no number of local steps takes longer than one worker alone. (H - 1) / 2 is the mean number of its own
     steps that a worker has taken since the last exchange, and 15.5 belongs to 30 local steps, so these lose the part `lost`.
-    If the exchange is overlapped, its result is merged late. Merging the whole model late adds `late` times what 30 local steps
-    cost. Merging it in F fragments adds F^-1.5 of that.
+    If the exchange is overlapped, its result is merged late. If the whole model is merged late, the cost increases by `late`
+    times the cost of 30 local steps. Merging it in F fragments adds F^-1.5 of that.
 
     The trainings have 2 to 8 workers; for more, costs are extrapolated. `python -m bench longrun-law` has the fit, and its
     error on each task when the fit omits that task.
@@ -79,7 +79,7 @@ class LongRunLaw(NamedTuple):
         return min(1.0, self.lost * (math.log((every + 1) / 2) / math.log(15.5) + self.late_merge(fragments)))
 
     def late_merge(self, fragments: int) -> float:
-        """What an overlapped exchange adds, relative to 30 local steps. 0 fragments: the exchange blocks."""
+        """Additional cost of an overlapped exchange, relative to 30 local steps. 0 fragments: the exchange blocks."""
         return self.late * math.pow(fragments, -1.5) if fragments else 0.0
 
 

@@ -43,7 +43,7 @@ class LearningRow(Record, frozen=True):
     optimizer: str
     """"sgd" (with momentum), "adam" (Adam, AdamW, LANS and similar), "muon" or "lion"."""
     codes: str
-    """What is compressed: "gradients" or "updates" (parameter deltas)."""
+    """The compressed values: "gradients" or "updates" (parameter deltas)."""
     codec: str
     """The codec as in plans, without error feedback, for example "topk(ratio=0.01)"."""
     every: int
@@ -224,7 +224,8 @@ class _Costs:
 
 
 def _rows_by_setting(rows: Iterable[LearningRow], workers: int) -> dict[tuple[ExchangeMode, str, Point], list[LearningRow]]:
-    """Groups rows by combination of settings. Of each group, keeps the rows for this number of workers, else the worst case."""
+    """Groups rows by combination of settings. From each group, keeps the rows for this number of workers. If there are none,
+    keeps the worst case."""
     by: dict[tuple[ExchangeMode, str, Point], list[LearningRow]] = {}
     for row in rows:
         by.setdefault(_point(row), []).append(row)

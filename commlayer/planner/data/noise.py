@@ -11,7 +11,7 @@ class NoiseLaw(Record, frozen=True):
 
     scale: Positive
     unit: str
-    """What `scale` counts: tokens or images."""
+    """The unit of `scale`: tokens or images."""
     source: str
 
 
@@ -37,8 +37,8 @@ class Table(Record, frozen=True):
 
 
 def law_of(model: ModelInfo | None, numel: int) -> NoiseLaw | None:
-    """The law for a model that is trained from scratch, with `numel` trained parameters. None: no law is known, as for adapters
-    of a model that knows its task already.
+    """The law for a model that is trained from scratch, with `numel` trained parameters. Returns None if no law is known, as
+    for adapters of a model that is trained for its task already.
 
     >>> law_of(ModelInfo(8, 1024, 50257), 124_439_808), law_of(ModelInfo(32, image_side=32, classes=10), 10**6).scale
     (NoiseLaw(scale=713026, unit='tokens', source='published for language models of this size'), 900.0)
@@ -56,8 +56,8 @@ def law_of(model: ModelInfo | None, numel: int) -> NoiseLaw | None:
 
 
 def noise_of(job: Job) -> float:
-    """The gradient noise scale (McCandlish et al., 1812.06162) in batches of one worker: the job's own, else that of tasks like
-    its model's; 0: unknown."""
+    """The gradient noise scale (McCandlish et al., 1812.06162) in batches of one worker: the value of the job if known,
+    otherwise that of tasks like its model's; 0: unknown."""
     timing = job.timing
     if timing is None or timing.noise_scale:
         return timing.noise_scale / (job.batch or 1) if timing else 0.0

@@ -58,7 +58,7 @@ class Piece(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """One way to cut the model into buckets."""
+    """A way to cut the model into buckets."""
 
     job: Job
     limits: Limits

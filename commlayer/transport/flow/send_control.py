@@ -19,7 +19,7 @@ class SendControl:
     """Flow control of one connection: its credit, and its share of the machine's link."""
 
     def __init__(self, sock: ByteChannel, pacer: Pacer | None) -> None:
-        """`pacer`: paces the machine's link; None if both ends are on one machine, so the connection uses no link."""
+        """`pacer`: paces the machine's link. None: both ends are on one machine, so the connection uses no link."""
         self._sock = sock
         self._credit = Credit() if pacer is not None and SUPPORTED else None
         self._paced = (pacer, sock) if pacer is not None and isinstance(sock, socket.socket) else None

@@ -52,7 +52,7 @@ class Limit:
 
 
 class Traffic:
-    """What this process has sent and received so far, in bytes on the link; thread-safe."""
+    """Bytes on the link that this process has sent and received so far. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -70,7 +70,7 @@ class Traffic:
         self.add(sent_nbytes + CALL_NBYTES // 2, received_nbytes + CALL_NBYTES // 2)
 
     def hold_state(self, nbytes: int, most_s: float) -> None:
-        """Waits before a part of a state is sent. What it takes is missing for gradients."""
+        """Waits before a part of a state is sent. The state's traffic reduces the rate that is left for gradients."""
         if self.states.bps:
             time.sleep(min(self.states.hold_s(), most_s))
             self.states.count(nbytes)

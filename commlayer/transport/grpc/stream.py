@@ -19,7 +19,7 @@ from commlayer.transport.grpc.library import grpc
 from commlayer.transport.keys.key_folder import PeerCertificate
 
 MESSAGE_NBYTES = 256 << 10
-"""Largest message of a stream. Other calls to the same port have the same limit."""
+"""Largest message of a stream. All other calls to the same port have the same limit."""
 FRAME_OPTION = ("grpc.http2.max_frame_size", 2 * MESSAGE_NBYTES)
 """gRPC option for both ends that makes each message one HTTP/2 frame. With the default of 16 KiB the throughput was a third
 lower."""

@@ -30,7 +30,7 @@ CA, CERTIFICATE, KEY, REVOKED, TOKEN = "ca.pem", "node.pem", "node.key", "crl.pe
 SERVICE = "commlayer"
 """A name in the certificates of all nodes that accept connections. Addresses, not names, determine which node is reached."""
 PROTOCOLS = "commlayer-data", "h2"
-"""ALPN names of the two kinds of connection (data, control), so neither end mistakes one kind for the other."""
+"""ALPN names of the two kinds of connection (data, control). With them neither end mistakes one kind for the other."""
 ENROLMENT = "commlayer-enrolment"
 """ALPN name of connections on which homes fetch their certificates."""
 COPY_AGAIN = "copy it again from the folder where `commlayer keys` created it"
@@ -203,7 +203,8 @@ class Keys:
 
 
 def enrolling_context(authority: bytes) -> ssl.SSLContext:
-    """Returns a TLS 1.3 context for a home without a certificate. It accepts a server of the CA with this certificate (DER)."""
+    """Returns a TLS 1.3 context for a home without a certificate. The context accepts a server of the CA with this certificate
+    (DER)."""
     context = _tls13(server=False)
     context.load_verify_locations(cadata=authority)
     context.set_alpn_protocols([ENROLMENT])

@@ -1,7 +1,7 @@
 """TLS socket: behaves like a plain socket, with mutual TLS from a node's keys.
 
-OpenSSL works on memory buffers, and the socket sends OpenSSL's output. One thread can thus read while another writes. Two
-threads must not use one SSL object, and a lock around a blocking read would block the writer. Nonblocking sends and socket
+OpenSSL works on memory buffers, and the socket sends OpenSSL's output. One thread can therefore read while another one writes.
+Two threads must not use one SSL object, and a lock around a blocking read would block the writer. Nonblocking sends and socket
 options still work.
 """
 
@@ -90,8 +90,8 @@ class SigningCertificate(NamedTuple):
 
 
 def signing_certificate(der: bytes, keys: Keys) -> SigningCertificate:
-    """Reads a server's certificate, in DER. Raises Refused if it is not of the job's CA, not valid now, not valid for servers,
-    or revoked. `der`: b"" if the server has sent none."""
+    """Reads a server's certificate, in DER. Raises Refused if the certificate is not of the job's CA, not valid now, not valid
+    for servers, or revoked. `der`: b"" if the server has sent none."""
     if not der:
         raise Refused("its reply is not signed, so it runs another version of commlayer: install the same version on all "
                       "machines", code="E-VERSION")
@@ -232,7 +232,7 @@ class TlsSocket(socket.socket):
                         "connected")
 
     def _alert_reason(self, error: ssl.SSLError) -> CommError | None:
-        """Returns the reason in the other end's TLS alert; None if there is no known alert."""
+        """Returns the reason in the other end's TLS alert. Returns None if there is no known alert."""
         alert_parts = (error.reason or "").partition("_ALERT_")
         mine = f"the certificate of {self._keys.own.name} in {self._keys.folder}"
         if alert_parts[2] not in _ALERTS:
