@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from commlayer.planner.data.models import SGD_NBYTES, Layers, build, conv, layer_of, linear
+from commlayer.planner.data.models import SGD_NBYTES, Layers, build, conv, layer_of, linear, weighted
 from commlayer.records import Job
 
 BATCH, PASSES = 2, 4
@@ -34,7 +34,7 @@ def _ugatit_generator(name: str) -> Layers:
             yield conv(f"{name}.DownBlock.{12 + block}.conv_block.{layer}", 256, 256, 3, 64)
     yield linear(f"{name}.gap_fc", 256, 1, bias=False)
     yield linear(f"{name}.gmp_fc", 256, 1, bias=False)
-    yield conv(f"{name}.conv1x1", 512, 256, 1, 64, bias=True)
+    yield weighted(f"{name}.conv1x1", (256, 512, 1, 1), 64**2, bias=True)
     yield linear(f"{name}.FC.0", 64 * 64 * 256, 256, bias=False)
     yield linear(f"{name}.FC.2", 256, 256, bias=False)
     yield linear(f"{name}.gamma", 256, 256, bias=False)
@@ -54,9 +54,9 @@ def _ugatit_discriminator(name: str, depth: int) -> Layers:
     inside, outside, side = 3, 64, 256
     for place in range(depth - 1):
         side = side // 2 if place < depth - 2 else side - 1
-        yield conv(f"{name}.model.{1 + 3 * place}", inside, outside, 4, side, bias=True)
+        yield weighted(f"{name}.model.{1 + 3 * place}", (outside, inside, 4, 4), side**2, bias=True)
         inside, outside = outside, 2 * outside
     yield linear(f"{name}.gap_fc", inside, 1, bias=False)
     yield linear(f"{name}.gmp_fc", inside, 1, bias=False)
-    yield conv(f"{name}.conv1x1", 2 * inside, inside, 1, side, bias=True)
+    yield weighted(f"{name}.conv1x1", (inside, 2 * inside, 1, 1), side**2, bias=True)
     yield conv(f"{name}.conv", inside, 1, 4, side - 1)
