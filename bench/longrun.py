@@ -220,14 +220,14 @@ def run(quick: bool, args: argparse.Namespace) -> report.Result:
         if (final := store.final(case)) is not None:
             row: dict[str, Any] = {"task": case.variant.task, "seed": case.variant.seed, "training": label(case),
                                    "steps": case.steps, "loss": round(final, 4)}
-            if not case.variant.updates and (scale := noise_of(case, store)):
+            if not case.variant.updates and (scale := find_noise(case, store)):
                 row["noise"] = round(scale / case.variant.workers, 1)
             if factor := factor_of(case, store, args.workers):
                 row["factor"] = round(factor, 2)
                 if case.variant.updates and (alone := factor_of(alone_of(case), store, args.workers)):
                     row["over_alone"] = round(alone / factor, 2)
             if factor and case.variant.updates and not case.variant.outer:
-                model = predicted_factor(case, noise_of(case, store))
+                model = predicted_factor(case, find_noise(case, store))
                 row |= {"model": round(model, 2), "error": f"{model / factor - 1:+.0%}"}
                 pairs.append((factor, model))
             rows.append(row)
@@ -238,7 +238,7 @@ def alone_of(case: Case) -> Case:
     return case._replace(variant=structs.replace(case.variant.dense, workers=1))
 
 
-def noise_of(case: Case, store: Trainings) -> float:
+def find_noise(case: Case, store: Trainings) -> float:
     """The median noise scale of the synchronous training, in batches of one worker; 0: unknown."""
     dense = store.rows.get(case._replace(variant=case.variant.dense).key, {})
     return statistics.median([float(batches) for batches in dense.get("noise", []) if batches] or [0.0])
@@ -248,10 +248,10 @@ def predicted_factor(case: Case, noise: float = 0.0) -> float:
     """The convergence factor by the planner's model. `noise`: the noise scale that was measured in the synchronous training, in
     batches of one worker; 0: unknown."""
     variant = case.variant
-    return 1 + convergence.excess(tables.learning_rows(), variant.codec, recipe_of(variant)._replace(noise=noise)).steps
+    return 1 + convergence.excess(tables.learning_rows(), variant.codec, recipe_from_plan(variant)._replace(noise=noise)).steps
 
 
-def recipe_of(variant: Variant) -> convergence.Recipe:
+def recipe_from_plan(variant: Variant) -> convergence.Recipe:
     return convergence.Recipe(variant.optimizer, variant.codes, variant.every, variant.overlap, variant.late, variant.workers,
                               variant.fragments, numel_of(variant.task))
 

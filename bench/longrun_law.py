@@ -52,7 +52,7 @@ def trainings(store: Trainings) -> list[Training]:
         if case != Case(usual):
             continue
         for each in (longrun.alone_of(case), *map(Case, longrun.local_variants(variant))):
-            factor, noise = longrun.factor_of(each, store, variant.workers), longrun.noise_of(case, store)
+            factor, noise = longrun.factor_of(each, store, variant.workers), longrun.find_noise(case, store)
             if factor and noise and variant.workers > 1:
                 result.append(Training(variant.task, variant.workers, longrun.numel_of(variant.task), noise,
                                        longrun.label(each), each.variant.every if each.variant.updates else 0,

@@ -22,7 +22,7 @@ from bench.ranks import DEADLINE, as_rank, launch_hosts, program, slowest_s
 from bench.report import Result
 from bench.tasks_models import mlp
 from commlayer import planner
-from commlayer.engine.model.model_tensors import job_of
+from commlayer.engine.model.model_tensors import describe_model
 
 RANKS = 4
 AGREE = 1e-5
@@ -124,7 +124,7 @@ def uncompressed(model: nn.Module, path: str, site: int = 1, **sizes: int) -> Tr
     """attach() with the identity codec, by all-reduce or through one summation server (`path`), which sees `site` ranks as one
     member."""
     cut: dict[str, Any] = {"fuse_nbytes": 1 << 20, "cut_nbytes": 4 << 20} | sizes
-    plan = planner.default_plan(job_of(model), codec="identity()", path=path, servers=1 if path == "service" else 0,
+    plan = planner.default_plan(describe_model(model), codec="identity()", path=path, servers=1 if path == "service" else 0,
                                 ranks_per_node=site, **cut)
     dist.barrier()
     begin = time.perf_counter()

@@ -20,10 +20,10 @@ from torch import nn
 
 from bench.learning.factors import alone_rows, costs, label, rows_of
 from bench.virtual_training import LOOKS, Make, TrainingTask, Variant, train
-from commlayer.cli.arguments import function_of, of_user
+from commlayer.cli.arguments import call_user_function, import_function
 from commlayer.codec_spec import SPARSE, parse_spec
 from commlayer.compressors import parse
-from commlayer.errors import InvalidInput, cause_of
+from commlayer.errors import InvalidInput, exit_reason
 from commlayer.files import write_whole
 from commlayer.optim.outer import family_of
 from commlayer.planner.convergence import ALONE, ALONE_AMONG
@@ -130,7 +130,7 @@ def _curve_of(variant: Variant, make: Make, steps: int) -> Sequence[float]:
     except ValueError:
         raise
     except Exception as error:
-        raise InvalidInput("E-USER-CODE", f"task {variant.task}: {cause_of(error)}; a step of it by itself shows "
+        raise InvalidInput("E-USER-CODE", f"task {variant.task}: {exit_reason(error)}; a step of it by itself shows "
                                             "where") from None
     if (least := min(curve)) <= 0:  # a diverged training gives NaN, which is valid
         raise InvalidInput("E-USER-CODE",
@@ -149,10 +149,11 @@ def _table(name: str, curves: dict[Variant, Sequence[float]]) -> LearningTable |
 
 def maker(name: str) -> Callable[[int], TrainingTask]:
     """The user's function, wrapped: it takes a seed and returns the checked task."""
-    function = function_of(name, "task", WHAT)
+    function = import_function(name, "task", WHAT)
 
     def make(seed: int) -> TrainingTask:
-        return _guarded(name, _fields(f"{name}: task({seed})", of_user(f"{name}: task({seed})", lambda: function(seed))))
+        return _guarded(name,
+                        _fields(f"{name}: task({seed})", call_user_function(f"{name}: task({seed})", lambda: function(seed))))
 
     return make
 
@@ -173,12 +174,12 @@ def _fields(what: str, made: Any) -> dict[str, Any]:
 def _guarded(name: str, made: dict[str, Any]) -> TrainingTask:
     """The task with its functions wrapped: an exception in one becomes a one-line error that names the function."""
     def of(field: str) -> Callable[..., Any]:
-        return lambda *call_arguments: of_user(f"{name}: {field}", lambda: made[field](*call_arguments))
+        return lambda *call_arguments: call_user_function(f"{name}: {field}", lambda: made[field](*call_arguments))
 
     def batches(rank: int, world: int) -> Iterator[Any]:
-        feed = of_user(f"{name}: batches", lambda: iter(made["batches"](rank, world)))
+        feed = call_user_function(f"{name}: batches", lambda: iter(made["batches"](rank, world)))
         end = object()
-        while (batch := of_user(f"{name}: batches", lambda: next(feed, end))) is not end:
+        while (batch := call_user_function(f"{name}: batches", lambda: next(feed, end))) is not end:
             yield batch
 
     return TrainingTask(made["model"], of("optimizer"), batches, of("loss"), of("validation"))

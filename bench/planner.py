@@ -43,10 +43,10 @@ from commlayer.planner.convergence import Recipe
 from commlayer.planner.costs import Prices
 from commlayer.planner.data import models, tables
 from commlayer.planner.model import Cluster, Link, Policy
-from commlayer.planner.search.choices import Space, search, uniform
+from commlayer.planner.search.choices import ChoiceSpace, search, uniform
 from commlayer.planner.search.options import Catalog, options
 from commlayer.planner.search.plan_search import plan
-from commlayer.planner.simulation import Fragment, Simulation
+from commlayer.planner.simulation import PlannedFragment, Simulation
 from commlayer.records import Job, Plan, TensorInfo, Timing
 
 FLAT = Cluster(tuple(tables.node(f"n{i}", "v100", "10g") for i in range(8)))
@@ -138,14 +138,14 @@ def _gap(seed: int) -> float:
     loads, held_s = catalog.loads(useful, sizes, [0.0] * len(sizes))
     each_node = np.array([[*ready, work_s]] * len(prices.network.nodes))
     problem = prices.network.problem(loads, each_node, tail_s=0.001)
-    steps = Simulation([Fragment([*range(len(sizes))], problem)])
+    steps = Simulation([PlannedFragment([*range(len(sizes))], problem)])
     loss = [[losses[o] * size / sum(sizes) for o in mine] for mine, size in zip(useful, sizes, strict=True)]
     excess = [[0.0] * len(mine) for mine in useful]
-    space = Space(steps, loss, excess, held_s, [[b] for b in range(len(sizes))], policy.max_loss)
+    space = ChoiceSpace(steps, loss, excess, held_s, [[b] for b in range(len(sizes))], policy.max_loss)
     return 100 * (search(space, uniform(space)).step_s / _brute(space) - 1)
 
 
-def _brute(space: Space) -> float:
+def _brute(space: ChoiceSpace) -> float:
     """The best step time over all choices within the budget. One sweep tries all options of the last bucket."""
     *counts, last = (len(each) for each in space.loss)
     best_s = math.inf

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from commlayer.files import between, write_whole
+from commlayer.files import replace_between_marks, write_whole
 
 ROOT = Path(__file__).resolve().parent.parent
 DATA = ROOT / "bench" / "data"
@@ -113,7 +113,7 @@ def markdown(columns: str, rows: Iterable[Iterable[str]]) -> list[str]:
 
 def renewed(page: str, part: str, text: str) -> str:
     """The page with that text between the two marks of a part."""
-    return between(page, f"<!-- {part}: begin -->", f"<!-- {part}: end -->", text)
+    return replace_between_marks(page, f"<!-- {part}: begin -->", f"<!-- {part}: end -->", text)
 
 
 def cell(value: object) -> str:

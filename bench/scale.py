@@ -54,7 +54,7 @@ from commlayer.transport.handshake import Hello, dial_handshake
 from commlayer.transport.keys.key_folder import Keys
 from commlayer.transport.keys.secret import new_nonce
 from commlayer.transport.keys.tls import DATA, TlsSocket
-from commlayer.transport.protocol import SERVER_BASE, Header, Kind, binding_of
+from commlayer.transport.protocol import SERVER_BASE, Header, Kind, channel_binding
 
 GPT2_NUMEL = 124_439_808
 """Elements of GPT-2 small."""
@@ -111,13 +111,13 @@ def payloads_of(plan: Plan, server: int = 0) -> dict[int, tuple[int, bytes]]:
     """Codec number and payload of each bucket of a server, with values of a normal distribution."""
     import torch
 
-    from commlayer.compressors import codec_of
+    from commlayer.compressors import make_codec
 
     torch.manual_seed(0)
     payloads = {}
     for bucket in plan.buckets:
         if bucket.server == server:
-            codec = codec_of(bucket, 0, plan)
+            codec = make_codec(bucket, 0, plan)
             out = memoryview(bytearray(codec.bound(bucket.spec)))
             nbytes = codec.start(torch.randn(bucket.numel), codec.init(bucket.spec), out)
             payloads[bucket.id] = codec.id, bytes(out[:nbytes])
@@ -131,11 +131,11 @@ class LightMember:
         self.place = place
         # A lease's connection may be shared, since it is used once a heartbeat interval.
         self.lease = site_client.SiteLease(place.control, place.config, messages.site_request(1), lambda _: None)
-        reply = self.lease.meet(WAIT_S)
+        reply = self.lease.register_and_wait(WAIT_S)
         self.rank = reply.rank
         plan = records.encode(place.plan)
         request = messages.worker_request(
-            place.plan.job, self.rank, reply.world, node=reply.node, plan=plan, plan_digest=messages.digest_of(plan),
+            place.plan.job, self.rank, reply.world, node=reply.node, plan=plan, plan_digest=messages.hash_plan_bytes(plan),
             elastic=True, tensors=len(place.job.tensors), elements=place.model_nbytes // 4)
         # As client.join(), but each member has a connection of its own, as in a process of its own.
         link, ended = CoordinatorChannel(place.control, place.config.token, place.keys, own=True), threading.Event()
@@ -183,7 +183,7 @@ class LightConnection:
         self.reader = framing.Reader()
         hello = Hello(place.plan.job, self.rank, plan, messages.version(), session=new_nonce())
         dial_handshake(self.sock, self.reader, hello, place.config.token, SERVER_BASE + server, deadline,
-                       binding_of(self.sock))
+                       channel_binding(self.sock))
         self.sock.setblocking(False)
         self.part_nbytes = max(MIN_PART_NBYTES, int(place.rate * PART_S)) if place.rate else 1 << 30
         self.scratch = memoryview(bytearray(8 << 20))

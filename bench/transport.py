@@ -33,11 +33,11 @@ from bench.report import Result
 from commlayer.cluster.calls.grpc_port import open_stream_port
 from commlayer.cluster.processes.channels import node_ranks
 from commlayer.cluster.servers import dialing
-from commlayer.cluster.servers.server_codecs import ops_of, senders_of
+from commlayer.cluster.servers.server_codecs import contributing_ranks, make_codec_ops
 from commlayer.cluster.servers.summation import Summation
-from commlayer.compressors import codec_of
+from commlayer.compressors import make_codec
 from commlayer.engine.buckets.bucket import EncodedBucket
-from commlayer.engine.model.model_tensors import job_of
+from commlayer.engine.model.model_tensors import describe_model
 from commlayer.planner import default_plan
 from commlayer.records import Plan
 from commlayer.transport.endpoint import Settings, StreamTransport
@@ -161,10 +161,11 @@ def server_throughput(quick: bool) -> tuple[dict[str, Any], dict[str, float]]:
     The first and last body of a step are not timed: the first starts the sum, and after the last the sum is encoded and sent.
     """
     model = torch.nn.Linear(1 << 11, FLOATS >> 11, bias=False)
-    plan = default_plan(job_of(model), codec="identity()", path="service", servers=1, ranks_per_node=1, fuse_nbytes=4 * FLOATS,
+    plan = default_plan(describe_model(model), codec="identity()", path="service", servers=1, ranks_per_node=1,
+                        fuse_nbytes=4 * FLOATS,
                         cut_nbytes=4 * FLOATS)
     bodies = [_body(model, plan, rank) for rank in range(WORLD)]
-    server = Summation(0, 1, dict(ops_of(plan, 0)), senders_of(plan, node_ranks(WORLD, 1)))
+    server = Summation(0, 1, dict(make_codec_ops(plan, 0)), contributing_ranks(plan, node_ranks(WORLD, 1)))
     acc, gradient = torch.rand(FLOATS), torch.rand(FLOATS)
     torch.set_num_threads(1)  # the server adds a bucket on one thread, too
     rates: list[float] = []
@@ -192,7 +193,7 @@ def server_throughput(quick: bool) -> tuple[dict[str, Any], dict[str, float]]:
 def _body(model: torch.nn.Module, plan: Plan, rank: int) -> tuple[int, int, memoryview]:
     """A body as a worker encodes it: codec id, mask of its slices, and the bytes."""
     (planned,) = plan.buckets
-    worker = EncodedBucket(planned, job_of(model), codec_of(planned, plan=plan), torch.device("cpu"), 0, rank=rank)
+    worker = EncodedBucket(planned, describe_model(model), make_codec(planned, plan=plan), torch.device("cpu"), 0, rank=rank)
     worker.sources = [parameter.detach() for parameter in model.parameters()]
     worker.gather(1.0, 1.0)
     return worker.codec.id, worker.ledger.all_slices, worker.coder.payload[: worker.encode()]

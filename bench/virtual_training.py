@@ -18,20 +18,20 @@ from torch import nn
 from commlayer import planner
 from commlayer.cluster.processes.channels import node_ranks
 from commlayer.cluster.servers.bucket_sum import Reply
-from commlayer.cluster.servers.server_codecs import ops_of, senders_of
+from commlayer.cluster.servers.server_codecs import contributing_ranks, make_codec_ops
 from commlayer.cluster.servers.summation import Summation
-from commlayer.compressors import codec_of, parse
+from commlayer.compressors import make_codec, parse
 from commlayer.compressors.feedback import wrap
 from commlayer.engine.buckets.bucket import BucketExchange, EncodedBucket
 from commlayer.engine.buckets.entries_sent import allot_entries
 from commlayer.engine.buckets.units import Units
-from commlayer.engine.model.model_tensors import job_of
+from commlayer.engine.model.model_tensors import describe_model
 from commlayer.engine.sync.local_steps import OuterSteps, StepWeights
 from commlayer.engine.worker.worker import Worker
 from commlayer.errors import InvalidInput
 from commlayer.observe.noise_scale import NoiseScale
 from commlayer.optim import OuterSGD, usual
-from commlayer.planner.buckets import fragments_of
+from commlayer.planner.buckets import divide_into_fragments
 from commlayer.records import Job, Plan, Record
 from commlayer.transport.protocol import Header, Kind, Message
 
@@ -114,7 +114,7 @@ def train(
     rate as a fraction of the task's. `noise` receives the gradient noise scale at each point, in batches of one worker, if
     exact gradients are averaged; 0 in the first steps. Raises InvalidInput for a task that cannot be trained."""
     task = make(variant.seed)
-    if buffers := [info.name for info in job_of(task.model).tensors if info.buffer]:
+    if buffers := [info.name for info in describe_model(task.model).tensors if info.buffer]:
         raise InvalidInput("E-USER-CODE",
                            f"task {variant.task}: its model has running statistics ({buffers[0]}), which virtual workers do "
                            "not average; take a model without, such as one with LayerNorm or GroupNorm")
@@ -174,7 +174,7 @@ def _step(optimizer: torch.optim.Optimizer, part: float) -> None:
 def plan_of(variant: Variant, model: nn.Module) -> Plan:
     """The plan, with buckets of 64 KiB on one server."""
     codec = parse(variant.codec)
-    plan = planner.default_plan(job_of(model), codec=str(wrap(codec)), path="service", servers=1, ranks_per_node=1,
+    plan = planner.default_plan(describe_model(model), codec=str(wrap(codec)), path="service", servers=1, ranks_per_node=1,
                                 fuse_nbytes=CUT_NBYTES, cut_nbytes=CUT_NBYTES)
     return structs.replace(plan, ratio_over=variant.ratio_over)
 
@@ -186,7 +186,7 @@ class _Averaged:
         del make
         self._variant, self._task, self._model = variant, task, task.model
         self._optimizer = task.optimizer(self._model)
-        self._workers = VirtualWorkers(job_of(self._model), plan_of(variant, self._model), variant.workers)
+        self._workers = VirtualWorkers(describe_model(self._model), plan_of(variant, self._model), variant.workers)
         self._late: list[torch.Tensor] | None = None
         self.noise = NoiseScale()
 
@@ -220,7 +220,7 @@ class _Local:
         self._models = [make(variant.seed).model for _ in range(variant.workers)]
         self._optimizers = [task.optimizer(model) for model in self._models]
         plan = plan_of(variant, task.model)
-        self._sums = _Sums(VirtualWorkers(job_of(task.model), plan, variant.workers), plan, variant.fragments)
+        self._sums = _Sums(VirtualWorkers(describe_model(task.model), plan, variant.workers), plan, variant.fragments)
         self._ranks = [_Rank(self._sums, rank) for rank in range(variant.workers)]
         # Without overlap, an exchange is completed directly after its start.
         self._locals = [OuterSteps(list(model.parameters()), variant.every, outer_of(variant), StepWeights(1.0),
@@ -234,7 +234,7 @@ class _Local:
             losses(self._task, self._variant, model, mine).backward()
             local.count()
             _step(optimizer, part)
-        if self._locals[0].due:
+        if self._locals[0].exchange_is_due:
             for rank, local in zip(self._ranks, self._locals, strict=True):
                 local.exchange(cast(Worker, rank), [], 0.0)
             if not self._variant.overlap:
@@ -254,7 +254,7 @@ class _Sums:
     """What all workers have sent. Norms and a fragment's changes are exchanged when the last worker has sent its own."""
 
     def __init__(self, virtual: VirtualWorkers, plan: Plan, fragments: int) -> None:
-        self.virtual, self._places = virtual, fragments_of(plan.buckets, fragments)
+        self.virtual, self._places = virtual, divide_into_fragments(plan.buckets, fragments)
         self.fragments = [[plan.buckets[place] for place in places] for places in self._places]
         self._changes: dict[int, Mapping[int, torch.Tensor]] = {}
         """By rank, of the fragment being summed."""
@@ -328,9 +328,9 @@ class VirtualWorkers:
 
     def __init__(self, job: Job, plan: Plan, world: int) -> None:
         self.world, self._step = world, 0
-        self._server = Summation(0, 1, dict(ops_of(plan, 0)), senders_of(plan, node_ranks(world, 1)))
+        self._server = Summation(0, 1, dict(make_codec_ops(plan, 0)), contributing_ranks(plan, node_ranks(world, 1)))
         self._buckets = [
-            [EncodedBucket(bucket, job, codec_of(bucket, plan=plan), torch.device("cpu"), order, rank=rank)
+            [EncodedBucket(bucket, job, make_codec(bucket, plan=plan), torch.device("cpu"), order, rank=rank)
              for rank in range(world)]
             for order, bucket in enumerate(plan.buckets)
         ]

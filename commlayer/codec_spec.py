@@ -148,7 +148,7 @@ def _number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < math.inf
 
 
-def _one_of(default: Any, kinds: Any, note: str = "") -> _Rule:
+def _choice_rule(default: Any, kinds: Any, note: str = "") -> _Rule:
     choices = ", ".join(map(repr, kinds))
     return _Rule(default, lambda v: isinstance(v, str | int) and not isinstance(v, bool) and v in kinds,
                  f"one of {choices}{note}")
@@ -176,7 +176,7 @@ def _shapes(value: object) -> bool:
 _FLAG = _Rule(False, lambda v: isinstance(v, bool), "True or False")
 _INNER = _Rule(_NEEDED, lambda v: isinstance(v, CodecSpec), "a codec")
 _BETA = _Rule(0.9, lambda v: _number(v) and 0 <= v < 1, "a number from 0 to below 1")
-_VALUES = _one_of("int8", tuple(VALUE_BITS))
+_VALUES = _choice_rule("int8", tuple(VALUE_BITS))
 
 RULES: Mapping[str, Mapping[str, _Rule]] = {
     "identity": {},
@@ -184,12 +184,12 @@ RULES: Mapping[str, Mapping[str, _Rule]] = {
     "bf16": {},
     "int8": {"block": _block(1024, 1)},
     "int4": {"block": _block(64, 8)},
-    "qsgd": {"block": _block(512, 8), "levels": _one_of(7, tuple(LEVEL_BITS), ""),
-             "norm": _one_of("max", NORMS)},
+    "qsgd": {"block": _block(512, 8), "levels": _choice_rule(7, tuple(LEVEL_BITS), ""),
+             "norm": _choice_rule("max", NORMS)},
     "onebit": {"block": _block(512, 8)},
     "topk": {"ratio": _ratio(0.01), "values": _VALUES, "exact": _FLAG},
-    "block_threshold": {"ratio": _ratio(0.01), "run": _one_of(16, RUNS), "values": _VALUES},
-    "randomk": {"ratio": _ratio(0.01), "values": _one_of("fp32", DRAWN_VALUES), "unbiased": _FLAG},
+    "block_threshold": {"ratio": _ratio(0.01), "run": _choice_rule(16, RUNS), "values": _VALUES},
+    "randomk": {"ratio": _ratio(0.01), "values": _choice_rule("fp32", DRAWN_VALUES), "unbiased": _FLAG},
     "powersgd": {"rank": _Rule(4, lambda v: _whole(v) and v <= MOST_RANK, f"a whole number from 1 to {MOST_RANK}"),
                  "shapes": _optional(_Rule(_NEEDED, _shapes, "a tuple of shapes, such as ((64, 33), (64,))"))},
     "error_feedback": {"inner": _INNER, "lr_correction": _FLAG},

@@ -80,7 +80,7 @@ class HookState:
 
     def _attach(self) -> None:
         try:
-            ddp = wrapper_of(self)
+            ddp = find_ddp_module(self)
             self.attaching = True
             self.session = session = attach(ddp, **self._own, **self._arguments)
             self._attached, self.group = {id(p) for p in ddp.parameters()}, ddp.process_group
@@ -121,7 +121,7 @@ def comm_hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[torc
     return future
 
 
-def wrapper_of(state: object) -> DistributedDataParallel:
+def find_ddp_module(state: object) -> DistributedDataParallel:
     """Returns the DDP module with which this HookState is registered. Raises ValueError if there is none or more than one."""
     kinds = tuple(_kinds(DistributedDataParallel))
     wrapped = [thing for thing in gc.get_objects() if type(thing) in kinds]

@@ -23,7 +23,7 @@ class Coded(Exception):
     """An error with a code. If the text quotes another coded error, the new error takes that code, which is more specific."""
 
     def __init__(self, code: str, text: str) -> None:
-        inner = code_of(text)
+        inner = find_error_code(text)
         self.code = code if inner in GENERIC else inner
         self.what = without_code(text)
         super().__init__(code, text)
@@ -141,17 +141,17 @@ class NotYet(Refused):
     """The other side refused the request temporarily: a later attempt might succeed."""
 
 
-def line_of(error: Exception) -> str:
+def error_line(error: Exception) -> str:
     """The line that a command prints for an error that the user can correct. For an OSError without a file name, the line is
     only the system's description."""
     return error.strerror if isinstance(error, OSError) and error.strerror and not error.filename else str(error)
 
 
-def cause_of(error: BaseException) -> str:
+def exit_reason(error: BaseException) -> str:
     r"""The reason that is sent to other ranks when an exception ends a script: the exception's class and the first line of its
     text. A pause ends it with KeyboardInterrupt, whose text is the reason.
 
-    >>> cause_of(KeyboardInterrupt()), cause_of(ValueError("no room\nfor it")), cause_of(KeyboardInterrupt("pauses"))
+    >>> exit_reason(KeyboardInterrupt()), exit_reason(ValueError("no room\nfor it")), exit_reason(KeyboardInterrupt("pauses"))
     ('KeyboardInterrupt', 'ValueError: no room', 'pauses')
     """
     message = str(error).strip().partition("\n")[0]
@@ -175,36 +175,36 @@ def short_line(text: object, most: int) -> str:
     >>> short_line("not\nmore than this", 12)
     'not\\nmore...'
     """
-    code = code_of(text)
-    room = most - len(coded(code, "")) if code else most
+    code = find_error_code(text)
+    room = most - len(append_code(code, "")) if code else most
     line = one_line(without_code(text)[: room + 1])
     line = line if len(line) <= room else f"{line[: room - 3]}..."
-    return coded(code, line) if code else line
+    return append_code(code, line) if code else line
 
 
-def listed(names: Sequence[str], most: int) -> str:
+def join_names(names: Sequence[str], most: int) -> str:
     """Joins at most `most` names, and says how many more there are.
 
-    >>> listed(["a", "b", "c"], 2)
+    >>> join_names(["a", "b", "c"], 2)
     'a, b and 1 more'
     """
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
-def code_of(text: object) -> str:
+def find_error_code(text: object) -> str:
     """The first error code in a text or in an error's message; "" if there is none.
 
-    >>> code_of("peer: no answer [E-DEADLINE]")
+    >>> find_error_code("peer: no answer [E-DEADLINE]")
     'E-DEADLINE'
     """
     match = _CODE.search(str(text))
     return match[1] if match else ""
 
 
-def coded(code: str, text: str) -> str:
+def append_code(code: str, text: str) -> str:
     """Appends a code to the text of a refusal. The process that receives the text raises an error with this code.
 
-    >>> Refused(coded("E-RANK", "rank 1 is taken")).code
+    >>> Refused(count_codec_times("E-RANK", "rank 1 is taken")).code
     'E-RANK'
     """
     return f"{text} [{code}]"

@@ -69,11 +69,11 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def between(page: str, begin: str, end: str, made: str) -> str:
+def replace_between_marks(page: str, begin: str, end: str, made: str) -> str:
     r"""Returns the page with the text between two marks replaced by `made`. Each mark must be alone on its line. Raises
     InvalidInput if a mark is missing.
 
-    >>> between("a\n<\nold\n>\nb", "<", ">", "new")
+    >>> replace_between_marks("a\n<\nold\n>\nb", "<", ">", "new")
     'a\n<\nnew\n>\nb'
     """
     before, first, rest = page.partition(begin)

@@ -33,9 +33,9 @@ def names(model: LossModel | None, max_loss: float) -> list[str]:
     candidates = dict.fromkeys(DEFAULT_CODECS)
     for name in sorted({point.codec for point in model.points}):
         if name not in SPARSE:
-            candidates |= dict.fromkeys(_known([f"{name}()"]))
+            candidates |= dict.fromkeys(_codecs_with_costs([f"{name}()"]))
         elif (least := model.least_ratio(name, max_loss)) is not None:
-            candidates |= dict.fromkeys(_known([f"{name}(ratio={_up(least):g})"]))
+            candidates |= dict.fromkeys(_codecs_with_costs([f"{name}(ratio={_up(least):g})"]))
     return list(candidates)
 
 
@@ -79,7 +79,7 @@ def _measured(model: LossModel) -> Iterable[tuple[str, float, float]]:
         yield name, min(ratios), max(ratios)
 
 
-def _known(codecs: list[str]) -> list[str]:
+def _codecs_with_costs(codecs: list[str]) -> list[str]:
     """Returns `codecs` if the built-in tables contain their costs, else an empty list."""
     try:
         profile_from_tables(Cluster(()), codecs)

@@ -50,7 +50,7 @@ class PlanFileInputs(Record, frozen=True):
         return structs.replace(profile, learning=self.learning or profile.learning or learning_rows())
 
 
-def text_of(path: str | Path, what: str) -> str:
+def read_plan_text(path: str | Path, what: str) -> str:
     try:
         return Path(path).read_text("utf-8")
     except OSError as error:
@@ -61,13 +61,13 @@ def text_of(path: str | Path, what: str) -> str:
         raise InvalidInput("E-PLAN-FILE", f"{what} {str(path)!r}: {error}") from None
 
 
-def sidecar(path: Path) -> Path:
+def inputs_path(path: Path) -> Path:
     """Path of the inputs file of a plan file: plan.inputs.json for plan.json."""
     return path.with_name(f"{path.stem}.inputs.json")
 
 
 def plan_in(path: Path) -> Plan:
-    data = text_of(path, "plan").encode()
+    data = read_plan_text(path, "plan").encode()
     for problem in misread(data):
         raise RecordError("E-PLAN-FILE", f"plan {path}: {problem}")
     return records.decode(data, Plan, f"plan {path}")
@@ -113,31 +113,31 @@ def written(plan: Plan) -> str:
     return rest.replace('"buckets":[]', f'"buckets":[\n{buckets}\n]', 1) + "\n"
 
 
-def inputs_of(path: Path) -> PlanFileInputs:
-    beside = sidecar(path)
+def read_plan_inputs(path: Path) -> PlanFileInputs:
+    beside = inputs_path(path)
     if not beside.is_file():
         raise InvalidInput("E-PLAN-FILE",
                            f"{beside}: no such file; `commlayer plan create --out {path}` writes it next to the plan")
     try:
-        return records.decode(text_of(beside, "inputs").encode(), PlanFileInputs, f"inputs {beside}")
+        return records.decode(read_plan_text(beside, "inputs").encode(), PlanFileInputs, f"inputs {beside}")
     except RecordError as error:
         raise RecordError("E-PLAN-FILE", error.what) from None
 
 
-def basis_of(plan: Any) -> Basis | None:
+def read_plan_basis(plan: Any) -> Basis | None:
     """Reads the plan and its inputs if `plan` is the path of a plan file with an inputs file; else returns None. Raises
     ValueError if one of the files is invalid, or if they belong to different models."""
-    if not isinstance(plan, str | Path) or str(plan) == "auto" or not os.path.isfile(sidecar(Path(plan))):
+    if not isinstance(plan, str | Path) or str(plan) == "auto" or not os.path.isfile(inputs_path(Path(plan))):
         return None
-    stored = inputs_of(Path(plan))
+    stored = read_plan_inputs(Path(plan))
     basis = Basis(plan_in(Path(plan)), checked_inputs(stored.job, stored.cluster, stored.profile, stored.policy))
     if basis.plan.job != stored.job.digest():
-        raise InvalidInput("E-PLAN-FILE", f"{sidecar(Path(plan))} belongs to another model than {plan}; create "
+        raise InvalidInput("E-PLAN-FILE", f"{inputs_path(Path(plan))} belongs to another model than {plan}; create "
                                           "both files again with `commlayer plan create`")
     return basis
 
 
-def server_nodes_of(plan: Plan, basis: Basis | None, nodes: int) -> tuple[int, ...]:
+def training_server_hosts(plan: Plan, basis: Basis | None, nodes: int) -> tuple[int, ...]:
     """The plan's server hosts, as numbers of the training nodes that start the servers. Empty if a host does not train, or if
     the plan lists no hosts."""
     trained = [i for i, node in enumerate(basis.inputs.cluster.nodes) if node.ranks] if basis else [*range(nodes)]

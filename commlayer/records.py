@@ -180,7 +180,7 @@ class Slice(Record, frozen=True):
         return self.stop - self.start
 
 
-class Why(Record, frozen=True):
+class BucketReason(Record, frozen=True):
     """The planner's prediction for one bucket, and the second-best alternative. Users see it; no decision depends on it."""
 
     seconds: float
@@ -239,7 +239,7 @@ class Bucket(Record, frozen=True):
     """"gpu": the bucket is encoded on the GPU. Empty: on the CPU."""
     stale: bool = False
     """True: the average of a step is applied one step late."""
-    why: Why | None = None
+    why: BucketReason | None = None
     rows: tuple[int, ...] = ()
     """The bucket's first row, and the number of rows of its first tensor, if sites divide the tensor among their ranks. The
     owner is then the rank of a site that has this row. Empty: `owner` names it."""
@@ -327,7 +327,7 @@ class Member(Record, frozen=True):
     together."""
 
 
-def sites_of(members: Iterable[Member]) -> list[tuple[int, ...]]:
+def group_by_site(members: Iterable[Member]) -> list[tuple[int, ...]]:
     """The ranks of each site's workers, in the order of members."""
     sites: dict[tuple[int, int], list[int]] = {}
     for m in members:
@@ -335,9 +335,9 @@ def sites_of(members: Iterable[Member]) -> list[tuple[int, ...]]:
     return [*map(tuple, sites.values())]
 
 
-def plan_of(plan: Plan, before: Iterable[Member], members: Iterable[Member]) -> Plan:
+def plan_for_members(plan: Plan, before: Iterable[Member], members: Iterable[Member]) -> Plan:
     """The plan after a change of members. Removes the predictions, which were for the members `before`."""
-    former, sites = sites_of(before), sites_of(members)
+    former, sites = group_by_site(before), group_by_site(members)
     buckets = tuple(replace(b, by_node=tuple(b.by_node[former.index(site)] if site in former else b.codec for site in sites))
                     if b.by_node else b for b in plan.buckets)
     return replace(plan, buckets=buckets, step_s=0.0, steps=0.0, steps_high=0.0)

@@ -21,23 +21,29 @@ from commlayer.engine.checkpoints import checkpoint, resharded_state
 from commlayer.engine.components import Pending
 from commlayer.engine.epochs.plan_switch import switch
 from commlayer.engine.epochs.replica import Replica
-from commlayer.engine.guards.model_checks import Claim, check_dtypes, check_model, device_of, refuse_steps_in_backward
+from commlayer.engine.guards.model_checks import (
+    Claim,
+    check_dtypes,
+    check_model,
+    choose_bucket_device,
+    refuse_steps_in_backward,
+)
 from commlayer.engine.job.job import DistributedJob, end_dropped
-from commlayer.engine.model.model_tensors import job_of, loss_scale, parameters_of
-from commlayer.engine.model.optimizer_settings import check_optimizer, scaler_settings, settings_of
+from commlayer.engine.model.model_tensors import describe_model, loss_scale, trained_parameters
+from commlayer.engine.model.optimizer_settings import check_optimizer, read_optimizer_settings, scaler_settings
 from commlayer.engine.model.optimizer_state import OptimizerMemory
-from commlayer.engine.model.shard_parameters import shards_of
+from commlayer.engine.model.shard_parameters import find_shards
 from commlayer.engine.observers.inspection import Inspection
 from commlayer.engine.observers.trace import trace_once
 from commlayer.engine.start.connect import connect
 from commlayer.engine.start.plan_choice import requested_plan
-from commlayer.engine.start.rendezvous import Start, group_of
+from commlayer.engine.start.rendezvous import StartExchange, resolve_process_group
 from commlayer.engine.step.driver import SoloDriver
 from commlayer.engine.step.module_driver import ModuleDriver
 from commlayer.engine.step.quiet_ddp import QuietDDP, check_silenceable
-from commlayer.engine.sync.sync_modes import LocalSteps, check_forward, check_local, forbids_of, requested_modes
+from commlayer.engine.sync.sync_modes import LocalSteps, check_forward, check_local, forbidden_by_model, requested_modes
 from commlayer.engine.worker.clipping import Clipping, checked, clipping
-from commlayer.errors import CommError, InvalidInput, cause_of
+from commlayer.errors import CommError, InvalidInput, exit_reason
 from commlayer.observe.power import PowerMeter
 from commlayer.optim import family_of, usual
 from commlayer.records import Plan
@@ -148,7 +154,7 @@ class Session:
         directory is deleted once the new checkpoint is complete on all ranks. Under local steps it calls `flush()` first.
         """
         self._outside_join("checkpoint()")
-        if not self._fresh("checkpoint()"):
+        if not self._skip_after_join("checkpoint()"):
             checkpoint.save(self._context, self._replica, Path(directory), extra, model=model)
 
     def resume(self, directory: str | Path, *, extra: Mapping[str, Any] = MappingProxyType({})) -> bool:
@@ -159,7 +165,7 @@ class Session:
         those in the checkpoint: the residuals are then divided among this job's ranks.
         """
         self._outside_join("resume()")
-        if self._fresh("resume()"):
+        if self._skip_after_join("resume()"):
             return True
         directory, context = Path(directory), self._context
         try:
@@ -184,7 +190,7 @@ class Session:
         together, between the same two steps. `dcp.load` with another number of ranks divides the residuals among them."""
         self._outside_join("state_dict()")
         self._context.components.complete(Pending.ALL_STEPS)
-        return resharded_state.state_of(self._context, self._replica)
+        return resharded_state.collect_training_state(self._context, self._replica)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues from what `dcp.load` has read into a result of `state_dict()`. All ranks call it together."""
@@ -216,7 +222,7 @@ class Session:
                                f"{what} must not be called inside session.join(): all ranks make this call together, and "
                                "some might be out of batches; call it before or after the context")
 
-    def _fresh(self, what: str) -> bool:
+    def _skip_after_join(self, what: str) -> bool:
         """Returns True if this rank has just joined a running job, so that it must skip the call named `what`: the other ranks
         made that call before this rank joined."""
         if self._context.fresh:
@@ -284,7 +290,7 @@ class Session:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _trace: object) -> None:
-        self.close("" if error is None else cause_of(error))
+        self.close("" if error is None else exit_reason(error))
 
 
 @torch.inference_mode(mode=False)  # its buffers are written outside an inference_mode() around the call
@@ -319,12 +325,12 @@ def attach(
     if steps is not None and (not isinstance(steps, int) or steps < 1):
         raise InvalidInput("E-ARGUMENT", f"steps: got {steps!r}, allowed: a whole number of training steps, 1 or more")
     end_dropped()
-    ddp, process_group = model if isinstance(model, DistributedDataParallel) else None, group_of(process_group)
+    ddp, process_group = model if isinstance(model, DistributedDataParallel) else None, resolve_process_group(process_group)
     if ddp is not None and process_group not in (None, ddp.process_group):
         raise InvalidInput("E-PROCESS-GROUP",
                            "process_group: differs from the DistributedDataParallel module's group; leave it out")
     first = next(iter(model.parameters()), torch.empty(0)) if isinstance(model, nn.Module) else torch.empty(0)
-    with Start(process_group if ddp is None else ddp.process_group, first.device) as start:
+    with StartExchange(process_group if ddp is None else ddp.process_group, first.device) as start:
         modes, requested = requested_modes(sync), requested_plan(compression, plan)
         outer = (sync.outer if isinstance(sync, LocalSteps) else None) or usual(family_of(optimizer))
         settings = read_config(config)
@@ -333,20 +339,20 @@ def attach(
         if modes.updates:
             check_local(optimizer)
         norm = checked(clip_grad_norm, optimizer)
-        named = parameters_of(model)
+        named = trained_parameters(model)
         if modes.overlap == "forward":
             check_forward(model, named, optimizer)
         check_optimizer(optimizer)
-        forbids = forbids_of(model, named, optimizer)
+        forbids = forbidden_by_model(model, named, optimizer)
         if ddp is not None:
             check_silenceable(ddp)
             model = ddp.module
-            named = parameters_of(model)
-        shards = shards_of(model, process_group)
+            named = trained_parameters(model)
+        shards = find_shards(model, process_group)
         tensors = [*(p.data for p in model.parameters()), *model.buffers()]
         if not tensors:
             raise InvalidInput("E-MODEL-UNSUPPORTED", "the model has no parameters")
-        job, device = job_of(model), device_of(tensors)
+        job, device = describe_model(model), choose_bucket_device(tensors)
         check_dtypes(job)
         claim, replica = Claim(named), Replica(model, optimizer, grad_scaler)
         object_collectives.allow(replica.most_nbytes)
@@ -356,7 +362,7 @@ def attach(
         try:
             context = connect(job, device, start, OptimizerMemory([p for _, p in named], optimizer, outer), plan=requested,
                               config=settings, align=tensors, must=must, requested=modes, forbids=forbids, replica=replica,
-                              shards=shards, settings=settings_of(optimizer, model.named_parameters())
+                              shards=shards, settings=read_optimizer_settings(optimizer, model.named_parameters())
                               | {"loss scale of the GradScaler": f"{loss_scale(grad_scaler):g}"})
         except BaseException:
             claim.release()

@@ -14,7 +14,7 @@ import torch
 from commlayer.compressors.codec import Codec
 from commlayer.compressors.feedback import wrap
 from commlayer.compressors.plan_codecs import parse
-from commlayer.files import between
+from commlayer.files import replace_between_marks
 from commlayer.records import Spec
 
 BEGIN, END = "<!-- codecs: begin -->", "<!-- codecs: end -->"
@@ -87,7 +87,7 @@ def table() -> str:
 
 def renewed(page: str) -> str:
     """The page with a current table."""
-    return between(page, BEGIN, END, table())
+    return replace_between_marks(page, BEGIN, END, table())
 
 
 def main(arguments: list[str]) -> int:

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from commlayer.files import between
+from commlayer.files import replace_between_marks
 from commlayer.planner.baselines import times_text
 
 HEADER = '| training | machines | `sync="auto"` | cautious | `sync="step"` | command |'
@@ -73,7 +73,7 @@ def _gains(verdict: Mapping[str, Any]) -> tuple[str, str, str]:
 
 def main() -> None:
     page = Path(sys.argv[1])
-    page.write_text(between(page.read_text(), BEGIN, END, f"\n{table()}\n"))
+    page.write_text(replace_between_marks(page.read_text(), BEGIN, END, f"\n{table()}\n"))
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from msgspec import structs
 from commlayer.autotune import link_policy, plan_policy
 from commlayer.autotune.planning.search_thread import SearchThread
 from commlayer.autotune.quality.policy import CodecChange, GradientError
-from commlayer.autotune.report import Alone, Report, Reports
+from commlayer.autotune.report import AloneSpeed, Reports, TuningReport
 from commlayer.autotune.shares.policy import WorkerTime
 from commlayer.autotune.state import (
     MEASURED_STEPS,
@@ -40,13 +40,13 @@ from commlayer.autotune.state import (
     TuningRequest,
     TuningState,
 )
-from commlayer.engine.components import Component, Order
+from commlayer.engine.components import Component, ComponentOrder
 from commlayer.errors import CommError
 from commlayer.observe.events import AloneEvent, QualityEvent
 from commlayer.observe.link_monitor import Rates, SeenStep
 from commlayer.observe.prediction_check import StalePlan
 from commlayer.planner.model import Link
-from commlayer.planner.plan_rules import summary_of
+from commlayer.planner.plan_rules import summarize_plan
 from commlayer.records import Plan, digest
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ class ShareMover(NamedTuple):
 class TuningController(Component):
     """Measures and tunes one job, on every rank: after a step on averaged gradients, and after an exchange of local steps."""
 
-    order = Order.CONTROLLER
+    order = ComponentOrder.CONTROLLER
 
     def __init__(
         self, context: DistributedJob, actions: JobActions, reports: Reports, guard: QualityGuard | None = None, *,
@@ -123,7 +123,7 @@ class TuningController(Component):
             except CommError as error:
                 self._context.drop_call(error, generation)
             except ValueError as error:  # raised on all ranks, and nothing has changed
-                self._say(f"training begins with {summary_of(self._context.plan)}: {error}")
+                self._log_decision(f"training begins with {summarize_plan(self._context.plan)}: {error}")
             self._record()
             if self.state.leads:
                 self._do.prepare_search()
@@ -136,7 +136,8 @@ class TuningController(Component):
             self._attempt(self._guard_entered, self.guard, by_guard=False)
         self._context.note_plan("automatic")
         links = "slow" if plan.steps_locally else "fast"
-        self._say(f"the links are {links}, so training begins with {summary_of(self._context.plan)}, until a plan is found")
+        self._log_decision(f"the links are {links}, so training begins with {summarize_plan(self._context.plan)}, until a plan "
+                           f"is found")
 
     def _record(self) -> None:
         self._do.record(on=True)
@@ -164,7 +165,7 @@ class TuningController(Component):
     def end_step(self) -> None:
         """Handles the end of a step on averaged gradients. The step ends with its backward pass, also if this call comes in
         the next step, as under sync="forward"."""
-        self._after(1, self._context.passed_s)
+        self._tune_after_steps(1, self._context.passed_s)
 
     def end_exchange(self, *, early: bool) -> None:
         """Handles the end of an exchange of local steps, or of one of their fragments: counts the local steps since the
@@ -174,9 +175,9 @@ class TuningController(Component):
             if local is not None and not local.taken:
                 self._begin(time.perf_counter())
         elif not self._busy and plan.steps_locally:
-            self._after(plan.local_steps // plan.fragments, time.perf_counter())
+            self._tune_after_steps(plan.local_steps // plan.fragments, time.perf_counter())
 
-    def _after(self, steps: int, ended: float) -> None:
+    def _tune_after_steps(self, steps: int, ended: float) -> None:
         """Tunes with the mean step time and wait of the last `steps` steps. `ended`: end of the last one."""
         worker, observed_s = self._context.worker, self._context.observed_s - self._last.observed_s
         step_s = max(0.0, ended - self._last.at - observed_s) / steps if self._last.at else 0.0
@@ -184,7 +185,7 @@ class TuningController(Component):
         self._busy = True  # a switch first flushes the exchanges in progress
         try:
             if not self.paused:
-                self.step_over(step_s, waited_s)
+                self.record_step_time(step_s, waited_s)
         finally:
             self._busy = False
             self._begin(ended)
@@ -194,10 +195,10 @@ class TuningController(Component):
         context = self._context
         self._last = StepEnd(ended, context.observed_s, context.worker.counters.exposed_s)
 
-    def step_over(self, step_s: float, waited_s: float) -> None:
+    def record_step_time(self, step_s: float, waited_s: float) -> None:
         """Handles one step of `step_s` seconds (0: unknown), of which the rank waited `waited_s` for communication."""
         try:
-            self._step_over(step_s, waited_s)
+            self._record_step_time(step_s, waited_s)
         except CommError:
             raise
         except Exception:  # all ranks raise this error together: an action of all ranks fails on all of them or on none
@@ -205,7 +206,7 @@ class TuningController(Component):
             raise
         self._raise_failure()
 
-    def _step_over(self, step_s: float, waited_s: float) -> None:
+    def _record_step_time(self, step_s: float, waited_s: float) -> None:
         self._steps += 1
         rows = self._reports.read()
         self._reports.step(step_s, waited_s)
@@ -213,10 +214,10 @@ class TuningController(Component):
             return
         before = self.state.plan
         if self._context.plan is not before:  # the script has set a plan
-            self._entered()
+            self._adapt_to_plan()
         changed = bool(rows) and self._do_agreed()
         if self._planning:
-            self._count(step_s, waited_s)
+            self._count_step(step_s, waited_s)
         changed = (bool(rows) and not changed and self._do_requested(rows)) or changed
         same = self.state.plan is before
         if self.guard is not None and same:
@@ -261,11 +262,12 @@ class TuningController(Component):
             self._raised = True
             raise self._failure
 
-    def _pauses(self, rows: Sequence[Report]) -> bool:
+    def _pauses(self, rows: Sequence[TuningReport]) -> bool:
         """Pauses automatic changes on all ranks, if decisions have failed on one of them. Returns whether they have."""
         if failed := [self._context.called(rank) for rank, row in enumerate(rows) if row.failed]:
             self._pause()
-            self._say(f"automatic changes pause after an error on {', '.join(failed)}: the current plan stays", logging.WARNING)
+            self._log_decision(f"automatic changes pause after an error on {', '.join(failed)}: the current plan stays",
+                               logging.WARNING)
         return bool(failed)
 
     def _pause(self) -> None:
@@ -279,7 +281,7 @@ class TuningController(Component):
             return self._change_codecs(agreed)
         return agreed is not None and self._await(agreed)
 
-    def _count(self, step_s: float, waited_s: float) -> None:
+    def _count_step(self, step_s: float, waited_s: float) -> None:
         """Counts a step, and measures after enough steps."""
         self.state = state = structs.replace(self.state, step=self.state.step + 1)
         if state.phase is Phase.WATCHING:
@@ -296,14 +298,14 @@ class TuningController(Component):
             self.state = structs.replace(state, phase=Phase.MEASURING, until=state.step + MEASURED_STEPS + 1)
             self._record()
 
-    def _do_requested(self, rows: Sequence[Report]) -> bool:
+    def _do_requested(self, rows: Sequence[TuningReport]) -> bool:
         """Does what rank 0 requests. Returns whether what the reports say no longer applies."""
         if (links := self._watched) is None:
             return False
         match rows[0].request:
             case TuningRequest.SWITCH:
                 if self._context.local is not None and self._context.local.has_fragments_left:
-                    self._reports.hurry()  # a switch would wait for the remaining fragments
+                    self._reports.request_report()  # a switch would wait for the remaining fragments
                     return False
                 self._switch()
             case TuningRequest.MEASURE:
@@ -314,7 +316,7 @@ class TuningController(Component):
                 return False
         return True
 
-    def _due(self, rows: Sequence[Report], *, entered: bool) -> bool:
+    def _due(self, rows: Sequence[TuningReport], *, entered: bool) -> bool:
         """Returns whether all ranks send reports after this step: every few steps while links are watched or load is balanced,
         after a comparison with exact gradients and after its reports, and after a change of plans."""
         compared = (self.guard is not None and self.guard.error is not None) or any(row.compared for row in rows)
@@ -323,7 +325,7 @@ class TuningController(Component):
 
     def _send(self) -> None:
         """Sends this rank's report. Acts on the reports of all ranks at once if all ranks have waited for them."""
-        report, decisive_s = self._attempt(self._own) or (Report(), math.inf)
+        report, decisive_s = self._attempt(self._own_report) or (TuningReport(), math.inf)
         rows = self._reports.send(report._replace(failed=float(self._failure is not None)), decisive_s)
         if not rows:
             return
@@ -332,7 +334,7 @@ class TuningController(Component):
         if self._reports.confirm(failed=self._failure is not None):
             self._do_agreed()
 
-    def _own(self) -> tuple[Report, float]:
+    def _own_report(self) -> tuple[TuningReport, float]:
         """Returns this rank's report, and the step time above which a step says something about the links."""
         request, decisive_s, links = TuningRequest.NOTHING, math.inf, self._watched
         if links is not None:
@@ -342,19 +344,19 @@ class TuningController(Component):
         error = None
         if self.guard is not None:
             error, self.guard.error = self.guard.error, None
-        return Report(
+        return TuningReport(
             request=request, carried=self._reports.traffic(), compared=float(error is not None), error=error or GradientError(),
-            alone=Alone(*plan_policy.over_alone(self.state)), allowed_bps=self._do.allowed_bps(),
+            alone=AloneSpeed(*plan_policy.over_alone(self.state)), allowed_bps=self._do.allowed_bps(),
             time=WorkerTime() if self.shares is None else self.shares.row()), decisive_s
 
     def _decide_plan(self, step_s: float) -> None:
         """Decides on plans, on the rank that leads."""
         self._take_results()
         if self.state.leads and step_s:
-            self._set(*plan_policy.step_over(self.state, step_s, self._context.exchanges))
+            self._set(*plan_policy.record_step_time(self.state, step_s, self._context.exchanges))
         self._set(plan_policy.on_faster_links(self.state))
 
-    def _decide(self, rows: Sequence[Report], *, changed: bool) -> None:
+    def _decide(self, rows: Sequence[TuningReport], *, changed: bool) -> None:
         """Decides from reports that all ranks have received, so all ranks decide alike. `changed`: True: the plan or the links
         that the reports are about have changed."""
         step_s = median(row.step_s for row in rows)
@@ -378,7 +380,7 @@ class TuningController(Component):
             self.state = structs.replace(self.state, moved=True)
         self._allowed_bps = self._allowed_bps or allowed_bps
 
-    def _compare_alone(self, alone: Alone) -> None:
+    def _compare_alone(self, alone: AloneSpeed) -> None:
         """Says once on each node that one machine alone would be faster."""
         context = self._context
         if context.rank == 0:
@@ -387,26 +389,26 @@ class TuningController(Component):
                 self._do.ask_what_if(self.state.basis.inputs)
         if max(alone.over_alone, alone.forecast) < 1 and not context.terms.said_slower:
             context.terms.said_slower = True
-            self._say(plan_policy.slower_line(*alone), logging.WARNING)
+            self._log_decision(plan_policy.slower_line(*alone), logging.WARNING)
 
-    def _watch(self, links: LinkState, rows: Sequence[Report], step_s: float) -> None:
+    def _watch(self, links: LinkState, rows: Sequence[TuningReport], step_s: float) -> None:
         """Decides whether steps show that links have changed."""
         groups = self._context.groups
-        traffic, waited_s = tuple(rows[first].carried for first in groups.firsts), min(row.waited_s for row in rows)
+        traffic, waited_s = tuple(rows[first].carried for first in groups.first_ranks), min(row.waited_s for row in rows)
         if groups.local == 0:
             own = traffic[groups.node]
             self._context.stream.rates(Rates(own.up.bps, own.down.bps), links.watch.planned[groups.node])
-        self._set(*link_policy.observed(self.state, links, SeenStep(step_s, waited_s, traffic), time.monotonic()))
+        self._set(*link_policy.observe_step(self.state, links, SeenStep(step_s, waited_s, traffic), time.monotonic()))
 
     def _probe(self, links: LinkState, step_s: float) -> None:
         """Probes the links, and searches for a plan if they have become faster. Under a plan for slow links, steps send too
         little to show that."""
         begin = time.monotonic()
         found = self._do.probe(links.watch.planned)
-        self._attempt(self._probed, links, found, step_s, time.monotonic() - begin)
+        self._attempt(self._apply_probe, links, found, step_s, time.monotonic() - begin)
 
-    def _probed(self, links: LinkState, found: Sequence[Link], step_s: float, took_s: float) -> None:
-        self._set(*link_policy.probed(self.state, links, found, step_s, time.monotonic(), took_s))
+    def _apply_probe(self, links: LinkState, found: Sequence[Link], step_s: float, took_s: float) -> None:
+        self._set(*link_policy.apply_probe(self.state, links, found, step_s, time.monotonic(), took_s))
         self._reports.reset()  # the probe's traffic belongs to no step
 
     def _measure(self) -> None:
@@ -435,9 +437,9 @@ class TuningController(Component):
         for reason in reasons:
             if isinstance(reason, StalePlan):
                 context.events.append(reason)
-                self._say(reason.reason)
+                self._log_decision(reason.reason)
             else:
-                self._say(*reason)
+                self._log_decision(*reason)
         if state.links is not None and (before.links is None or state.links.links is not before.links.links):
             self._do.pace(state.links.links)
             self._reports.reset()  # what was observed was about the previous rates
@@ -472,38 +474,39 @@ class TuningController(Component):
             self._do.switch(None if proposal is None else proposal.candidate.runnable, by_itself=True)
         except ValueError as error:  # raised on all ranks, and nothing has changed
             self.state = plan_policy.refused(self.state)
-            self._say(f"kept the current plan: {error}")
+            self._log_decision(f"kept the current plan: {error}")
             return
         plan, back = self._context.plan, proposal is not None and proposal.back
-        self._attempt(self._switched, plan)
+        self._attempt(self._finish_switch, plan)
         self._context.note_plan("rollback" if back else "automatic")
-        self._say(f"switched {'back ' if back else ''}to plan {digest(plan)}: {summary_of(plan)}")
-        self._entered(own=True)
+        self._log_decision(f"switched {'back ' if back else ''}to plan {digest(plan)}: {summarize_plan(plan)}")
+        self._adapt_to_plan(own=True)
 
-    def _switched(self, plan: Plan) -> None:
-        self._set(*plan_policy.switched(self.state, plan))
+    def _finish_switch(self, plan: Plan) -> None:
+        self._set(*plan_policy.finish_switch(self.state, plan))
 
     def _change_codecs(self, change: CodecChange) -> bool:
         """Switches to finer or coarser codecs; collective. Returns whether the plan has changed."""
-        if self.guard is None or (plan := self.guard.lifted(change)) is None:
+        if self.guard is None or (plan := self.guard.plan_at_floor(change)) is None:
             return False
         try:
             self._do.switch(plan, by_itself=False)
         except ValueError as error:  # raised on all ranks, and nothing has changed
-            self._say(f"{change.reason}, but the current plan stays: {error}", logging.WARNING)
+            self._log_decision(f"{change.reason}, but the current plan stays: {error}", logging.WARNING)
             return False
         self._context.note_plan("quality")
         if self._context.rank == 0:
             self._context.stream.log.append(QualityEvent(before=change.before, after=change.after, reason=change.reason))
-        self._say(f"{change.reason}: codecs are {'finer' if change.finer else 'coarser'} from now on, {change.before:.3g} -> "
-                  f"{change.after:.3g} of the gradient", logging.WARNING if change.finer else logging.INFO)
-        self._entered(by_guard=True)
+        self._log_decision(f"{change.reason}: codecs are {'finer' if change.finer else 'coarser'} from now on, "
+                           f"{change.before:.3g} -> "
+                           f"{change.after:.3g} of the gradient", logging.WARNING if change.finer else logging.INFO)
+        self._adapt_to_plan(by_guard=True)
         return True
 
-    def _entered(self, *, own: bool = False, by_guard: bool = False) -> None:
+    def _adapt_to_plan(self, *, own: bool = False, by_guard: bool = False) -> None:
         """Adapts to another active plan. `own`: True: rank 0 proposed it. `by_guard`: True: the quality guard made its codecs
         finer or coarser."""
-        self._set(plan_policy.entered(self.state, self._context.plan, own=own))
+        self._set(plan_policy.adapt_to_plan(self.state, self._context.plan, own=own))
         if self.state.phase is not Phase.WATCHING and self._plans:
             self._record()
         self._reports.reset()
@@ -511,7 +514,7 @@ class TuningController(Component):
             self._attempt(self._guard_entered, self.guard, by_guard=by_guard)
 
     def _guard_entered(self, guard: QualityGuard, *, by_guard: bool) -> None:
-        self.state = structs.replace(self.state, agreed=guard.entered(self._steps, by_guard=by_guard))
+        self.state = structs.replace(self.state, agreed=guard.adapt_to_plan(self._steps, by_guard=by_guard))
 
     def end(self) -> None:
         """Stops planning and recording: members may change during a step that is being recorded."""
@@ -530,8 +533,8 @@ class TuningController(Component):
         self._search.join(deadline_s)
         self._take_results()
 
-    def _say(self, text: str, level: int = logging.INFO) -> None:
-        self._context.say(text, level)
+    def _log_decision(self, text: str, level: int = logging.INFO) -> None:
+        self._context.log_decision(text, level)
 
     def shares_moved(self, part: float) -> None:
         """Records that work moves between ranks with the next step. `part`: by which fraction of a step's computing."""

@@ -17,20 +17,28 @@ from commlayer.autotune.measure.calibration import CollectiveCosts
 from commlayer.autotune.measure.measurements import (
     Measurements,
     RankMeasurement,
-    cluster_of,
-    links_of,
+    measured_cluster,
+    measured_links,
     nonzero_fractions,
-    server_nodes_of,
+    number_server_nodes,
     squared_norms,
     uncapped,
 )
-from commlayer.autotune.measure.probes import at_least, gathered, held_up, known_links, meter_of, probed, seen_by
-from commlayer.autotune.measure.step_times import timing_of
+from commlayer.autotune.measure.probes import (
+    communication_bound,
+    gathered,
+    known_links,
+    make_traffic_meter,
+    probe_own_link,
+    raise_rates,
+    read_traffic,
+)
+from commlayer.autotune.measure.step_times import median_timing
 from commlayer.autotune.opening import FAR_S, is_no_slower, opening_plan
-from commlayer.autotune.plan_limits import YOUNG, PlanLimits, bounded, codecs, limits_of
+from commlayer.autotune.plan_limits import YOUNG, PlanLimits, codecs, collect_plan_limits, limit_to_budget
 from commlayer.autotune.planning.candidate import Candidate
 from commlayer.autotune.planning.planning_process import PlanningProcess
-from commlayer.autotune.planning.search import SearchOrder, all_reduce_plan, on_hosts
+from commlayer.autotune.planning.search import SearchOrder, all_reduce_plan, number_servers_by_node
 from commlayer.autotune.state import Measured, SearchRequest
 from commlayer.cluster.calls.home_traffic import HOME
 from commlayer.cluster.processes.collectives import all_or_none
@@ -45,7 +53,7 @@ from commlayer.observe.events import WhatIfEvent
 from commlayer.observe.interface_counters import InterfaceCounters
 from commlayer.observe.link_monitor import Rates
 from commlayer.planner.data.tables import BUCKET_S, PCIE_COPY, SERVER_BYTE_S, learning_rows
-from commlayer.planner.model import DENSE, Cluster, CodecCost, Line, Link, Policy, Profile, Question, bare
+from commlayer.planner.model import DENSE, Cluster, CodecCost, LinearCost, Link, Policy, Profile, Question, bare
 from commlayer.records import Plan
 
 PROBE_S = 1.0
@@ -101,7 +109,7 @@ class JobActions:
 
     def count_traffic(self) -> InterfaceCounters | None:
         """Starts reading this node's interface counters, on the node's first rank, if the system has them."""
-        self._meter = meter_of(self._context)
+        self._meter = make_traffic_meter(self._context)
         if self._meter is not None:
             self._context.on_close.append(self._meter.close)
         return self._meter
@@ -109,7 +117,7 @@ class JobActions:
     def node_names(self) -> list[str]:
         """The display name of each node; "" for all if they have the same name."""
         uplink, groups = self._context.uplink, self._context.groups
-        return [uplink.name_of(uplink.epoch.members[first].rank) for first in groups.firsts]
+        return [uplink.worker_name(uplink.epoch.members[first].rank) for first in groups.first_ranks]
 
     def pace(self, links: Sequence[Link]) -> None:
         """Paces uploads of this rank, and of the servers on its node, by the node's measured upload rate."""
@@ -153,16 +161,16 @@ class JobActions:
         context, worker = self._context, self._context.worker
         groups, local = context.groups, context.local
         with all_or_none(groups, "measuring steps"):
-            seen = None if self._meter is None else seen_by(self._meter)
+            seen = None if self._meter is None else read_traffic(self._meter)
             recorded = (worker if local is None else local).recorder.steps
             self.record(on=False)
-            timing = timing_of(recorded, len(self._job.tensors), worker.places)
+            timing = median_timing(recorded, len(self._job.tensors), worker.places)
             timing = structs.replace(timing, noise_scale=(self._job.batch or 1) * worker.counters.noise_scale)
             if groups.ranks_per_node == 1:
                 timing = structs.replace(timing, filled=nonzero_fractions(worker, groups.world))
             step_s = median(steps_s)
             # Records of local steps do not show what limited their exchanges.
-            limited = seen if local is None and held_up(recorded) and not HOME.is_limited else None
+            limited = seen if local is None and communication_bound(recorded) and not HOME.is_limited else None
         if local is None and not self._energy:  # an update of local steps is not a gradient
             self._energy = squared_norms(worker, context.site, groups.timeout_s)
         carried = None if seen is None else seen.carried
@@ -170,7 +178,7 @@ class JobActions:
         last = context.terms.last_runs.load(groups.sites) if self._measured is None and self._begins else None
         nodes = known_links(context, self._links_s, limited, (len(steps_s) + 1) * step_s,
                       last=last.link if last and not self._link else self._link)
-        link = at_least(probed(context, nodes, self._links_s, expected=expected), carried, self._fastest_down_bps())
+        link = raise_rates(probe_own_link(context, nodes, self._links_s, expected=expected), carried, self._fastest_down_bps())
         row = RankMeasurement(timing.forward_s + timing.backward_s, step_s, *link, context.terms.balanced,
                               limited=float(HOME.is_limited))
         rows = self._capped(row)
@@ -180,7 +188,7 @@ class JobActions:
         if not self._limited:  # else caps have made the steps longer
             self._contention, self._elsewhere_bps = 0.0, 0.0
         return Measured(
-            tuple(links_of(context, rows)), median(row.step_s for row in rows),
+            tuple(measured_links(context, rows)), median(row.step_s for row in rows),
             () if any(row.balanced for row in rows) else tuple(row.compute_s for row in rows),
             tuple(map(context.called, range(len(rows)))), not context.site.shards, self._uncapped(rows))
 
@@ -205,25 +213,26 @@ class JobActions:
         far = max(node.round_trip_s for node in nodes) >= FAR_S
         if not any(node.can_probe for node in nodes) or (averages if far else not reachable):
             return None
-        link = probed(context, nodes, self._links_s)
+        link = probe_own_link(context, nodes, self._links_s)
         # How long a step computes is not known: every rank counts as equally fast.
-        rows = self._planned(RankMeasurement(1.0, 0.0, *link, averages=float(averages or limits_of(context).policy.exact)))
-        self._link, links = Link(*link), links_of(context, rows)
+        rows = self._planned(RankMeasurement(1.0, 0.0, *link,
+                                             averages=float(averages or collect_plan_limits(context).policy.exact)))
+        self._link, links = Link(*link), measured_links(context, rows)
         if far:
             return None if any(row.averages for row in rows) else opening_plan(self._job, plan, links)
         plain, measured = all_reduce_plan(self._job, plan), Measurements(self._job, rows, self._collective_costs(rows))
         self._collectives = measured.collectives
 
-        def pays() -> bool:
+        def is_worthwhile() -> bool:
             if core is None:  # no predictions
                 return False
             profile = self._measured_here(plan, (DENSE,), measured.collectives)
             inputs = Question(self._job, self._cluster(links, measured), profile, Policy())
-            return is_no_slower(plain, on_hosts(plan, server_nodes_of(context)), inputs)
+            return is_no_slower(plain, number_servers_by_node(plan, number_server_nodes(context)), inputs)
 
         one_machine = all(is_loopback(host_port(server.address)[0]) for server in context.uplink.epoch.servers)
         # Rank 0 decides. All ranks measure codecs, because some may share a machine.
-        return plain if one_machine or self.agree(pays) else None
+        return plain if one_machine or self.agree(is_worthwhile) else None
 
     def _collective_costs(self, rows: Sequence[RankMeasurement]) -> CollectiveCosts:
         """Measures collectives, unless links determine their time; collective."""
@@ -236,9 +245,9 @@ class JobActions:
 
     def _cluster(self, links: Sequence[Link], measured: Measurements) -> Cluster:
         context = self._context
-        return cluster_of(links, measured.rows, measured.collectives, server_nodes_of(context),
-                          cuda=context.worker.device.type == "cuda", reachable=self._reachable,
-                          elsewhere_bps=self._elsewhere_bps, sites=context.groups.sites)
+        return measured_cluster(links, measured.rows, measured.collectives, number_server_nodes(context),
+                                cuda=context.worker.device.type == "cuda", reachable=self._reachable,
+                                elsewhere_bps=self._elsewhere_bps, sites=context.groups.sites)
 
     @property
     def _reachable(self) -> bool:
@@ -248,17 +257,18 @@ class JobActions:
     def probe(self, planned: Sequence[Rates]) -> tuple[Link, ...]:
         """Measures only the links. `planned`: known rates, which set the initial TCP windows."""
         context = self._context
-        link = probed(context, known_links(context, PROBE_AGAIN_S), PROBE_AGAIN_S, expected=planned[context.groups.node])
-        up_bps, down_bps, _ = at_least(link, None, self._fastest_down_bps())
+        link = probe_own_link(context, known_links(context, PROBE_AGAIN_S), PROBE_AGAIN_S,
+                              expected=planned[context.groups.node])
+        up_bps, down_bps, _ = raise_rates(link, None, self._fastest_down_bps())
         row = self._measurements.rows[context.rank]._replace(up_bps=up_bps, down_bps=down_bps)
-        return tuple(links_of(context, self._capped(row, least_bps=HOME.link_bps)))  # a short probe shows no slower link
+        return tuple(measured_links(context, self._capped(row, least_bps=HOME.link_bps)))  # a short probe shows no slower link
 
     def _capped(self, row: RankMeasurement, *, least_bps: float = 0.0) -> list[RankMeasurement]:
         """Limits this node's upload rate by its caps from now on. Returns the rows of all ranks; collective. `least_bps`: lower
         bound of the link's rate."""
         groups = self._context.groups
         rows = self._planned(row)
-        mine = rows[groups.firsts[groups.node]]
+        mine = rows[groups.first_ranks[groups.node]]
         self._planned_up_bps = mine.up_bps
         HOME.follow(max(mine.uplink_bps, least_bps), len(groups.site))
         return rows
@@ -269,7 +279,8 @@ class JobActions:
 
     def _uncapped(self, rows: Sequence[RankMeasurement]) -> tuple[Link, ...]:
         """Returns the links without caps; empty if no home is capped."""
-        return uncapped(links_of(self._context, rows), [rows[first].uplink_bps for first in self._context.groups.firsts])
+        return uncapped(measured_links(self._context, rows),
+                        [rows[first].uplink_bps for first in self._context.groups.first_ranks])
 
     @property
     def _limited(self) -> bool:
@@ -302,7 +313,7 @@ class JobActions:
     def limits(self) -> PlanLimits:
         """Returns which plans the script allows. Runs on the training thread, because it tries the optimizer and restores the
         random state."""
-        return limits_of(self._context)
+        return collect_plan_limits(self._context)
 
     def search(self, request: SearchRequest, allowed: PlanLimits) -> Candidate:
         """Returns the best plan within the script's limits (`allowed`), from the latest measurements. Runs on the planner
@@ -310,14 +321,15 @@ class JobActions:
         context, measurements, current = self._context, self._measurements, request.current
         if self._profile is None:
             self._profile = self._measured_here(current, codecs(context), measurements.collectives)
-        server_nodes = tuple(server_nodes_of(context))
+        server_nodes = tuple(number_server_nodes(context))
         profile = structs.replace(self._profile, learning=learning_rows(context.terms.learning))
-        profile, policy = bounded(context, profile, allowed.policy)
+        profile, policy = limit_to_budget(context, profile, allowed.policy)
 
         def found(links: Sequence[Link]) -> Candidate:
             inputs = Question(measurements.job, self._cluster(links, measurements), profile, policy)
             order = SearchOrder(current, request.known, server_nodes, inputs,
-                                measurements.step_s, self._contention, current.steps_locally and context.memory.remembers,
+                                measurements.step_s, self._contention, current.steps_locally
+                                and context.memory.has_optimizer_state,
                                 allowed.suggests, allowed.young)
             candidate, self._contention, self._elsewhere_bps = self._process.search(order)
             return candidate
@@ -339,8 +351,8 @@ class JobActions:
             if self._process.over:
                 raise InvalidState("E-SESSION-CLOSED", "the session is over")
             costs += calibration.measure_codecs([name])
-        copy = PCIE_COPY if torch.cuda.is_available() else Line(0.0)
-        return Profile(tuple(costs), Line(0.0, SERVER_BYTE_S), BUCKET_S, copy, across=collectives.across,
+        copy = PCIE_COPY if torch.cuda.is_available() else LinearCost(0.0)
+        return Profile(tuple(costs), LinearCost(0.0, SERVER_BYTE_S), BUCKET_S, copy, across=collectives.across,
                        source="measured", energy=self._energy)
 
     @property
@@ -355,7 +367,7 @@ class JobActions:
         if inputs is self._asked or now - self._asked_at < WHAT_IF_S:
             return
         self._asked, self._asked_at = inputs, now
-        names = [f"worker {uplink.epoch.members[first].rank}" for first in self._context.groups.firsts]
+        names = [f"worker {uplink.epoch.members[first].rank}" for first in self._context.groups.first_ranks]
 
         def ask() -> None:
             with contextlib.suppress(OSError, RuntimeError, ValueError):  # the job needs no answer

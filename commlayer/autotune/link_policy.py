@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from msgspec import structs
 
 from commlayer.autotune import plan_policy
-from commlayer.autotune.state import Decided, LinkState, LogLine, Measured, Reason, TuningState, rates_of
+from commlayer.autotune.state import Decided, LinkState, LogLine, Measured, Reason, TuningState, extract_rates
 from commlayer.observe.link_monitor import Rates, SeenStep, differ, slower
 from commlayer.planner.model import Link
 
@@ -33,7 +33,7 @@ def measured(state: TuningState, measured: Measured, now: float, names: Sequence
     """Records a measurement. `names`: display name of each node."""
     links = (LinkState.of(measured.links, measured.step_s, now, tuple(names)) if state.links is None
              else state.links.measured(measured.links, now))
-    lines: list[Reason] = [LogLine(f"links carry {links.spelled()}")]
+    lines: list[Reason] = [LogLine(f"links carry {links.format_rates()}")]
     if line := _uneven(measured):
         lines.append(LogLine(line))
     return structs.replace(state, links=links, uncapped=measured.uncapped), lines
@@ -51,34 +51,36 @@ def _uneven(measured: Measured) -> str:
     return f"{measured.names[slowest]} computes {times:.1f} times as long as the fastest, and all wait for it{remedy}"
 
 
-def observed(state: TuningState, links: LinkState, row: SeenStep, now: float) -> Decided:
+def observe_step(state: TuningState, links: LinkState, row: SeenStep, now: float) -> Decided:
     """Starts a new search if steps show that links have become slower. Faster links make no step slower, so rank 0 orders that
     search later (plan_policy.on_faster_links)."""
-    planned = links.spelled()
+    planned = links.format_rates()
     watch, rates = links.watch.observe(row)
     links = structs.replace(links, watch=watch)
     if rates is None:
         return structs.replace(state, links=links), []
     if not slower(rates, watch.planned):
-        line = f"links are faster than planned: {links.spelled(rates)} in steps, planned {planned}"
+        line = f"links are faster than planned: {links.format_rates(rates)} in steps, planned {planned}"
         # The links may be even faster, so the probe schedule counts from the time when they were last found no faster.
         faster = structs.replace(links.measured(links.with_rates(rates), 0.0), reprobe=links.reprobe)
         # While a link is found to be faster and faster, many such lines follow each other.
         return structs.replace(state, links=faster), [LogLine(line, logging.DEBUG)]
-    line = (f"links have changed from {planned} to {links.spelled(rates)}: steps take {1e3 * row.step_s:.1f} ms instead of "
+    line = (f"links have changed from {planned} to {links.format_rates(rates)}: steps take {1e3 * row.step_s:.1f} ms instead "
+            f"of "
             f"{1e3 * watch.usual_s:.1f} ms")
     return _plan_for(state, links, rates, row.step_s, row.waited_s, now), [LogLine(line)]
 
 
-def probed(state: TuningState, links: LinkState, found: Sequence[Link], step_s: float, now: float, took_s: float) -> Decided:
+def apply_probe(state: TuningState, links: LinkState, found: Sequence[Link], step_s: float, now: float,
+                took_s: float) -> Decided:
     """Starts a new search if a probe of `took_s` seconds has found faster links. A short probe may measure too low a rate:
     steps show whether a link has become slower."""
     planned = links.watch.planned
-    rates = tuple(Rates(*map(max, zip(new, old, strict=True))) for new, old in zip(rates_of(found), planned, strict=True))
+    rates = tuple(Rates(*map(max, zip(new, old, strict=True))) for new, old in zip(extract_rates(found), planned, strict=True))
     faster = differ(rates, planned)
-    links = structs.replace(links, reprobe=links.reprobe.probed(now, took_s, found=faster))
-    result = f"{links.spelled(rates)} instead of" if faster else "no faster than"
-    line = LogLine(f"probed the links in {1e3 * took_s:.0f} ms: {result} {links.spelled()}")
+    links = structs.replace(links, reprobe=links.reprobe.after_probe(now, took_s, found=faster))
+    result = f"{links.format_rates(rates)} instead of" if faster else "no faster than"
+    line = LogLine(f"probed the links in {1e3 * took_s:.0f} ms: {result} {links.format_rates()}")
     if not faster:
         return structs.replace(state, links=links), [line]
     return _plan_for(state, links, rates, step_s, links.watch.waited_s, now), [line]

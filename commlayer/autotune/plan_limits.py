@@ -33,10 +33,10 @@ class PlanLimits(NamedTuple):
 
 def codecs(context: DistributedJob) -> list[str]:
     """Returns the names of codecs that the loss budget and the quality floor allow, so measuring them is worthwhile."""
-    return codec_floor.at_least(context.terms.floor, loss_budget.names(_model(context), _budget(context)))
+    return codec_floor.codecs_above_floor(context.terms.floor, loss_budget.names(_model(context), _budget(context)))
 
 
-def limits_of(context: DistributedJob) -> PlanLimits:
+def collect_plan_limits(context: DistributedJob) -> PlanLimits:
     """Returns the limits that the script on rank 0 sets. A rank with other limits refuses the plan."""
     modes, terms = context.terms.allowed_modes(), context.terms
     able = not (context.norms_differ and context.matched) and {"updates", "local", "round"} <= modes
@@ -49,7 +49,7 @@ def limits_of(context: DistributedJob) -> PlanLimits:
     return PlanLimits(policy, able and terms.requested.exact is None and not terms.suggested, context.passes < YOUNG)
 
 
-def bounded(context: DistributedJob, profile: Profile, policy: Policy) -> tuple[Profile, Policy]:
+def limit_to_budget(context: DistributedJob, profile: Profile, policy: Policy) -> tuple[Profile, Policy]:
     """Returns profile and policy limited by the loss budget (with the user's measured losses or the built-in ones), the
     quality floor, and the largest measured number of local steps."""
     if not policy.exact:

@@ -20,12 +20,12 @@ from commlayer.autotune.state import (
     Decided,
     LogLine,
     Phase,
-    Proposal,
+    PlanProposal,
     Reason,
     SearchRequest,
     TuningRequest,
     TuningState,
-    rates_of,
+    extract_rates,
 )
 from commlayer.observe.link_monitor import LinkWatch, differ
 from commlayer.observe.prediction_check import LIMIT, PredictionCheck
@@ -96,26 +96,26 @@ def end_search(state: TuningState, order: SearchRequest, best: Candidate | None,
     kept = structs.replace(kept, steps=best.current_steps, alternatives=best.alternatives, discarded=False,
                            price=best.current_price, alone_s=best.alone_s, auto_times=best.auto_times or state.auto_times,
                            suggested=state.suggested or bool(best.hint))
-    line = (f"a plan: {_ms(best.plan.step_s)} a step{_needs(best.steps)}, now {_ms(order.step_s)}"
-            f"{_needs(best.current_steps)}")
+    line = (f"a plan: {_ms(best.plan.step_s)} a step{_format_factor(best.steps)}, now {_ms(order.step_s)}"
+            f"{_format_factor(best.current_steps)}")
     hint: list[Reason] = [LogLine(best.hint, logging.WARNING)] if best.hint else []
     if best.uncapped_s:
         times = min(found_s, current_s) / best.uncapped_s
         hint.append(LogLine(f"the caps of homes hold: training takes {times:.2f} x as long as without them", logging.WARNING))
-    if found_s * state.lateness > (1.0 - WORTH) * current_s or _hopeless(best, best.current_steps):
-        line = f"kept the current plan: found {line}{_versus_alone(best, current_s)}"
+    if found_s * state.lateness > (1.0 - WORTH) * current_s or _factor_too_large(best, best.current_steps):
+        line = f"kept the current plan: found {line}{_describe_versus_alone(best, current_s)}"
         return structs.replace(kept, basis=best.back.basis), [LogLine(line), *hint]
-    line = f"found {line}{_versus_alone(best, found_s)}"
+    line = f"found {line}{_describe_versus_alone(best, found_s)}"
     before_s = max(order.pace_s, best.current_s) if order.uncapped else order.pace_s
-    return structs.replace(kept, proposal=Proposal(best, before_s)), [LogLine(line), *hint]
+    return structs.replace(kept, proposal=PlanProposal(best, before_s)), [LogLine(line), *hint]
 
 
-def _hopeless(found: Candidate, current_steps: float) -> bool:
+def _factor_too_large(found: Candidate, current_steps: float) -> bool:
     """Returns whether the plan's convergence factor is too large for a useful plan, and above that of the active plan."""
     return found.steps >= MOST_STEPS and found.steps > current_steps
 
 
-def _versus_alone(found: Candidate, to_loss_s: float) -> str:
+def _describe_versus_alone(found: Candidate, to_loss_s: float) -> str:
     """Returns text about the expected speed against one machine alone. `to_loss_s`: seconds of the plan for the progress of
     one dense training step."""
     if not found.alone_s or not to_loss_s:
@@ -142,25 +142,25 @@ def _ms(seconds: float) -> str:
     return f"{1e3 * seconds:.3g} ms"
 
 
-def _needs(steps: float) -> str:
+def _format_factor(steps: float) -> str:
     """Returns the convergence factor as text, for log lines that give a step time."""
     return f" (factor {steps:.2f})" if steps > 1.0 else ""
 
 
-def switched(state: TuningState, plan: Plan) -> Decided:
+def finish_switch(state: TuningState, plan: Plan) -> Decided:
     """Returns the state after all ranks have switched to the plan that rank 0 proposed. `plan`: what they run now, which may
     lack parts of the proposal."""
     proposal, left = state.proposal, state.plan
     if proposal is None:  # on another rank
         return state, []
-    candidate = proposal.candidate.as_run(plan)
+    candidate = proposal.candidate.in_executed_form(plan)
     other = candidate is not proposal.candidate
     # Step times recorded so far belong to the previous plan.
     state = structs.replace(state, proposal=None, trial=None, count=0, recent=(), stale=False, steps=candidate.steps,
                             known=(plan, candidate.plan), basis=candidate.basis, price=candidate.price, check=None)
     if proposal.back:
         return state, []
-    trial = Proposal(candidate.back._replace(runnable=left), proposal.before_s, proposal.by_pace or other, back=True)
+    trial = PlanProposal(candidate.back._replace(runnable=left), proposal.before_s, proposal.by_pace or other, back=True)
     state = structs.replace(state, trial=trial, check=None if other else PredictionCheck(candidate.plan.step_s, STALE))
     return state, [LogLine(candidate.leaves, logging.WARNING)] if candidate.leaves else []
 
@@ -170,12 +170,12 @@ def refused(state: TuningState) -> TuningState:
     return structs.replace(state, proposal=None, trial=None, count=0)
 
 
-def entered(state: TuningState, plan: Plan, *, own: bool = False) -> TuningState:
+def adapt_to_plan(state: TuningState, plan: Plan, *, own: bool = False) -> TuningState:
     """Adapts to another active plan: what has been observed and agreed was about the previous plan. `own`: True: rank 0 has
-    proposed the plan (see `switched`). False: the script or the quality guard has set it."""
+    proposed the plan (see `finish_switch`). False: the script or the quality guard has set it."""
     state = structs.replace(state, plan=plan, agreed=None)
     if state.links is not None:
-        watch = LinkWatch(rates_of(state.links.links), plan.step_s or state.links.watch.usual_s)
+        watch = LinkWatch(extract_rates(state.links.links), plan.step_s or state.links.watch.usual_s)
         state = structs.replace(state, links=structs.replace(state.links, watch=watch))
     if state.phase is not Phase.WATCHING:  # the recorded steps ran under another plan
         state = structs.replace(state, phase=Phase.WARMING, until=state.step + WARM_STEPS)
@@ -185,13 +185,13 @@ def entered(state: TuningState, plan: Plan, *, own: bool = False) -> TuningState
                            alternatives=(), stale=state.stale or state.order is not None)
 
 
-def step_over(state: TuningState, step_s: float, step: int) -> Decided:
+def record_step_time(state: TuningState, step_s: float, step: int) -> Decided:
     """Records the time of a step under the active plan. Decides on a trial after TRIED steps, or after two that are clearly
     slower, and compares the time with the prediction."""
     lines: list[Reason] = []
     state = structs.replace(state, recent=(*state.recent[1 - TRIED :], step_s), count=state.count + 1)
     if (state.count == TRIED + 1 or _clearly_slower(state)) and state.order is None and state.proposal is None:
-        state, lines = _judged(state, median(state.recent[1 - state.count :]))
+        state, lines = _decide_trial(state, median(state.recent[1 - state.count :]))
     if state.check is not None:
         check, stale = state.check.observe(median(state.recent[-3:]), step)
         if stale is not None and not stale.slower:  # a plan that is faster than predicted needs no new search
@@ -208,15 +208,16 @@ def _clearly_slower(state: TuningState) -> bool:
             min(state.recent[-2:]) * state.steps > (1 + CLEARLY) * trial.before_s * trial.candidate.steps)
 
 
-def _judged(state: TuningState, step_s: float) -> Decided:
+def _decide_trial(state: TuningState, step_s: float) -> Decided:
     """Decides, from its step time, whether the active plan stays or is rolled back."""
     trial, active, lines = state.trial, state.plan, list[Reason]()
     if trial is not None:
         before = trial.candidate
         worse = step_s * state.steps > (1 + SLOWER) * trial.before_s * before.steps
         lines = [LogLine(
-            f"under plan {digest(active)[:8]}: {_ms(step_s)} a step{_needs(state.steps)}, predicted {_ms(active.step_s)}, "
-            f"before {_ms(trial.before_s)}{_needs(before.steps)}{': rolling back' if worse else ''}")]
+            f"under plan {digest(active)[:8]}: {_ms(step_s)} a step{_format_factor(state.steps)}, predicted "
+            f"{_ms(active.step_s)}, "
+            f"before {_ms(trial.before_s)}{_format_factor(before.steps)}{': rolling back' if worse else ''}")]
         state = structs.replace(state, trial=None, lateness=max(1.0, step_s / active.step_s) if active.step_s else 1.0)
         if worse:
             return structs.replace(state, proposal=trial, check=None), lines
@@ -234,14 +235,14 @@ def _another(state: TuningState, step_s: float) -> Decided:
         most = 1 + PLAIN if other.dense else LEAVES
         if other.runnable == state.plan or (state.plan.steps_locally and not other.plan.steps_locally):
             continue  # a plan priced for averaged gradients would run with local optimizer states
-        if state.basis is None or _hopeless(other, state.steps):
+        if state.basis is None or _factor_too_large(other, state.steps):
             continue
         if other.plan.step_s * other.steps <= most * step_s * state.steps:
             candidate: Candidate = other._replace(current=state.basis.plan, current_price=state.price or other.current_price,
                                                   current_steps=state.steps)
             what = "the plan without compression" if other.dense else "local steps, too"
-            line = f"tries {what}, predicted {_ms(other.plan.step_s)}{_needs(other.steps)}"
-            return structs.replace(state, proposal=Proposal(candidate, step_s, by_pace=other.dense),
+            line = f"tries {what}, predicted {_ms(other.plan.step_s)}{_format_factor(other.steps)}"
+            return structs.replace(state, proposal=PlanProposal(candidate, step_s, by_pace=other.dense),
                                    alternatives=others[place + 1 :]), [LogLine(line)]
     return state, []
 
@@ -252,7 +253,7 @@ def _usual(step_s: float) -> PredictionCheck:
 
 def next_request(state: TuningState, now: float) -> tuple[TuningState, TuningRequest]:
     """Returns the request that rank 0 puts in its next report to all ranks, and the changed state."""
-    win, links = to_win(state), state.links
+    win, links = largest_gain(state), state.links
     if state.order is not None or links is None:
         return state, TuningRequest.NOTHING
     if state.proposal is not None:
@@ -268,7 +269,7 @@ def next_request(state: TuningState, now: float) -> tuple[TuningState, TuningReq
     if links.watch.confirmed and not lost and not links.watch.faster:
         return state, TuningRequest.NOTHING
     round_trip_s = 4 * max(link.alpha_s for link in links.links)
-    due = links.reprobe.due(now, hinted=links.watch.faster, lost=lost, to_win=win, round_trip_s=round_trip_s)
+    due = links.reprobe.due(now, hinted=links.watch.faster, lost=lost, largest_gain=win, round_trip_s=round_trip_s)
     return state, TuningRequest.PROBE if due else TuningRequest.NOTHING
 
 
@@ -278,8 +279,8 @@ def on_faster_links(state: TuningState) -> TuningState:
     links = state.links
     if links is None or not state.searched or not state.idle or state.count <= TRIED or state.phase is not Phase.WATCHING:
         return state
-    win = to_win(state)
-    if win is None or win < TO_WIN or not differ(rates_of(state.searched), rates_of(links.links)):
+    win = largest_gain(state)
+    if win is None or win < TO_WIN or not differ(extract_rates(state.searched), extract_rates(links.links)):
         return state
     return begin_search(state, median(state.recent))
 
@@ -289,7 +290,7 @@ def caps_moved(planned: Sequence[float], now: Sequence[float]) -> bool:
     return any(max(one, other) > CAPS_WORTH * min(one, other) for one, other in zip(planned, now, strict=True))
 
 
-def to_win(state: TuningState) -> float | None:
+def largest_gain(state: TuningState) -> float | None:
     """Returns the largest fraction of the time to a loss that any plan could save, if links were infinitely fast and
     compression had no cost. None before the step time is known."""
     if state.links is None or not state.links.watch.settled or not state.links.watch.usual_s > 0:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from commlayer.cluster.processes.rows import Section
 
 
-class Alone(NamedTuple):
+class AloneSpeed(NamedTuple):
     """The job's speed compared with its fastest machine alone: see observe/events.AloneEvent. 0: unknown."""
 
     over_alone: float = 0.0
@@ -33,7 +33,7 @@ NO_TRAFFIC = Throughput(Direction(), Direction())
 """On ranks that do not report their node's traffic."""
 
 
-class Report(NamedTuple):
+class TuningReport(NamedTuple):
     """One rank's report about its steps since the previous report. Numbers only, because ranks exchange them as tensors."""
 
     step_s: float = 0.0
@@ -52,7 +52,7 @@ class Report(NamedTuple):
     """1: `error` is a new comparison with the exact gradients; otherwise 0."""
     failed: float = 0.0
     """1: an error has ended the rank's decisions, so no rank changes anything from now on; otherwise 0."""
-    alone: Alone = Alone()
+    alone: AloneSpeed = AloneSpeed()
     """The speed of the job compared with its fastest machine alone. Only rank 0 knows this speed."""
     allowed_bps: float = 0.0
     """Rate at which the rank's home may send by its caps, in bit/s; 0: it has none."""
@@ -63,14 +63,14 @@ class Report(NamedTuple):
 T = TypeVar("T", bound=tuple[Any, ...])
 
 
-def numbers_of(record: tuple[Any, ...]) -> list[float]:
+def flatten_numbers(record: tuple[Any, ...]) -> list[float]:
     """Returns the numbers of a named tuple and of those in it, in order."""
-    return [number for value in record for number in (numbers_of(value) if isinstance(value, tuple) else [value])]
+    return [number for value in record for number in (flatten_numbers(value) if isinstance(value, tuple) else [value])]
 
 
-def record_of(like: T, numbers: Iterator[float]) -> T:
-    """Returns a named tuple of the same form as `like` with the next of these numbers. The reverse of numbers_of."""
-    values: Any = [record_of(value, numbers) if isinstance(value, tuple) else next(numbers) for value in like]
+def unflatten_numbers(like: T, numbers: Iterator[float]) -> T:
+    """Returns a named tuple of the same form as `like` with the next of these numbers. The reverse of flatten_numbers."""
+    values: Any = [unflatten_numbers(value, numbers) if isinstance(value, tuple) else next(numbers) for value in like]
     return type(like)(*values)
 
 
@@ -83,7 +83,7 @@ class Reports:
         self.meter: InterfaceCounters | None = None
         """Reader of the node's interface counters; None on ranks that do not report the node's traffic."""
         self._steps: list[tuple[float, float]] = []
-        self._held: list[Report] = []
+        self._held: list[TuningReport] = []
         self._every, self._left = 1, 1
         self._costs_s: deque[float] = deque(maxlen=5)
         self._cost_s = 0.0
@@ -98,7 +98,7 @@ class Reports:
         self._steps.clear()
         self.traffic()
 
-    def hurry(self) -> None:
+    def request_report(self) -> None:
         """Makes a report due now. All ranks call it after the same step."""
         self._left = 0
 
@@ -107,7 +107,7 @@ class Reports:
         """True: the next report must be sent now."""
         return self._left <= 0 and bool(self._steps)
 
-    def read(self) -> list[Report]:
+    def read(self) -> list[TuningReport]:
         """Returns the reports of all ranks that were sent after an earlier step, once; an empty list if there are none."""
         begin = time.perf_counter()
         if self._rows.under_way:
@@ -116,7 +116,7 @@ class Reports:
         rows, self._held = self._held, []
         return rows
 
-    def send(self, own: Report, decisive_s: float = float("inf")) -> list[Report]:
+    def send(self, own: TuningReport, decisive_s: float = float("inf")) -> list[TuningReport]:
         """Sends this rank's report with the measured step times and the cost of reports. Returns the reports of all ranks if
         all ranks wait for them, as after steps longer than `decisive_s`; otherwise an empty list."""
         begin = time.perf_counter()
@@ -125,7 +125,7 @@ class Reports:
         self._steps = []
         cost_s = min(self._costs_s)  # other load on the machine can only increase the cost
         row = own._replace(step_s=step_s, waited_s=waited_s, at_once=float(step_s > decisive_s), cost_s=cost_s)
-        self._rows.start(*numbers_of(row))
+        self._rows.start(*flatten_numbers(row))
         self._cost_s = time.perf_counter() - begin
         self._left = self._every
         if not row.at_once:
@@ -145,7 +145,7 @@ class Reports:
         """Returns the traffic of the node's link since the previous call."""
         return NO_TRAFFIC if self.meter is None else self.meter.look()
 
-    def _read(self) -> list[Report]:
-        rows = [record_of(Report(), iter(row)) for row in self._rows.read()]
+    def _read(self) -> list[TuningReport]:
+        rows = [unflatten_numbers(TuningReport(), iter(row)) for row in self._rows.read()]
         self._every = row_spacing(max(row.cost_s for row in rows), max(row.step_s for row in rows))
         return rows

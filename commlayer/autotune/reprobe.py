@@ -38,15 +38,15 @@ class ReprobeSchedule(Record, frozen=True):
         """Returns the schedule after links were measured."""
         return ReprobeSchedule(now, cost_s=self.cost_s)
 
-    def probed(self, now: float, cost_s: float, *, found: bool) -> ReprobeSchedule:
+    def after_probe(self, now: float, cost_s: float, *, found: bool) -> ReprobeSchedule:
         """Returns the schedule after a probe of `cost_s` seconds. `found`: True if the link has become faster."""
         if found:
             return ReprobeSchedule(now, cost_s=cost_s)
         return ReprobeSchedule(now, min(2 * self.gap_s, LAST_S), min(4 * self.hinted_s, LAST_S), cost_s)
 
-    def due(self, now: float, *, hinted: bool, lost: bool, to_win: float, round_trip_s: float = 0.0) -> bool:
+    def due(self, now: float, *, hinted: bool, lost: bool, largest_gain: float, round_trip_s: float = 0.0) -> bool:
         """True: a probe is due. `hinted`: steps have become faster. `lost`: links were once faster than the presently known
-        rates. `to_win`: fraction of the time that infinitely fast links could save."""
+        rates. `largest_gain`: fraction of the time that infinitely fast links could save."""
         for_s, cost_s = now - self.since_s, self.cost_s or max(EXPECTED_S, EXPECTED_TRIPS * round_trip_s)
         gap_s = max(self.gap_s, (self.cost_s if lost else cost_s) / COST_MOST)
-        return for_s * to_win >= cost_s and for_s >= (min(gap_s, self.hinted_s) if hinted else gap_s)
+        return for_s * largest_gain >= cost_s and for_s >= (min(gap_s, self.hinted_s) if hinted else gap_s)

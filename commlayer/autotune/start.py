@@ -5,11 +5,11 @@ from __future__ import annotations
 from commlayer.autotune.controller import TuningController
 from commlayer.autotune.job_actions import JobActions
 from commlayer.autotune.measure.probes import own_uplink
-from commlayer.autotune.quality.guard import guard_of
+from commlayer.autotune.quality.guard import make_quality_guard
 from commlayer.autotune.report import Reports
 from commlayer.cluster.calls.home_traffic import HOME
 from commlayer.config import Config
-from commlayer.engine.components import Component, Order
+from commlayer.engine.components import Component, ComponentOrder
 from commlayer.engine.job.job import DistributedJob
 
 OWN_PROBE_S = 0.5
@@ -19,12 +19,12 @@ OWN_PROBE_S = 0.5
 class Tuning(Component):
     """Automatic tuning of one job."""
 
-    order = Order.CONTROLLER
+    order = ComponentOrder.CONTROLLER
 
     def __init__(self, context: DistributedJob, config: Config) -> None:
         self._context, self._config = context, config
         # A rank that has joined starts with the others, when its first step has ended.
-        self._controller = None if context.fresh else _controller_of(context, config)
+        self._controller = None if context.fresh else _start_controller(context, config)
         if context.fresh and HOME.is_capped:  # until then it knows its link from its last run
             last = context.terms.last_runs.load(context.groups.sites)
             HOME.follow(last.link.up_bps if last else 0.0, len(context.groups.site))
@@ -42,26 +42,27 @@ class Tuning(Component):
         if self._controller is not None:
             self._controller.end()
             self._context.components.remove(self._controller)
-        self._controller = _controller_of(self._context, self._config)
+        self._controller = _start_controller(self._context, self._config)
 
 
 def start_tuning(context: DistributedJob, config: Config) -> None:
     context.components.add(Tuning(context, config))
 
 
-def _controller_of(context: DistributedJob, config: Config) -> TuningController | None:
+def _start_controller(context: DistributedJob, config: Config) -> TuningController | None:
     """Starts the controller of a job of several nodes whose plan commlayer chooses, or whose codecs a quality guard checks;
     returns None for other jobs."""
     plans = context.terms.auto and len(context.groups.sites) > 1 and bool(context.worker.plan.servers)
     if HOME.is_capped and not plans:  # else the controller measures the link
         workers = len(context.groups.site)  # all of which probe at once
         HOME.follow(workers * own_uplink(context, OWN_PROBE_S) if HOME.needs_link else 0.0, workers)
-    guard = guard_of(context, config)
+    guard = make_quality_guard(context, config)
     if not plans and guard is None:
         return None
     if plans and context.norms_differ and context.matched and context.terms.requested.exact is False:
-        context.say("sites have unlike numbers of ranks and the averages of local steps are scaled to a norm, so every step is "
-                    "averaged; pass sync=LocalSteps(..., outer=OuterSGD()) for local steps")
+        context.log_decision("sites have unlike numbers of ranks and the averages of local steps are scaled to a norm, so "
+                             "every step is "
+                             "averaged; pass sync=LocalSteps(..., outer=OuterSGD()) for local steps")
     actions, reports = JobActions(context), Reports(context.rows.section("measured times"))
     if plans:
         reports.meter = actions.count_traffic()

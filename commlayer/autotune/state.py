@@ -13,7 +13,7 @@ from msgspec import structs
 from commlayer.autotune.planning.candidate import Candidate, Price
 from commlayer.autotune.quality.policy import CodecChange
 from commlayer.autotune.reprobe import ReprobeSchedule
-from commlayer.observe.link_monitor import LinkWatch, Rates, spelled
+from commlayer.observe.link_monitor import LinkWatch, Rates, format_rates
 from commlayer.observe.prediction_check import PredictionCheck, StalePlan
 from commlayer.planner.model import Basis, Link
 from commlayer.records import Plan, Record
@@ -84,12 +84,12 @@ class LinkState(Record, frozen=True):
     @classmethod
     def of(cls, links: tuple[Link, ...], step_s: float, now: float, names: tuple[str, ...] = ()) -> LinkState:
         """Returns the state after the first measurement of the links, in which steps took `step_s`."""
-        rates = rates_of(links)
+        rates = extract_rates(links)
         return cls(links, LinkWatch(rates, step_s), rates, ReprobeSchedule().changed(now), names)
 
     def measured(self, links: tuple[Link, ...], now: float) -> LinkState:
         """Returns the state after a measurement or probe of the links. The usual step time under the active plan is kept."""
-        rates = rates_of(links)
+        rates = extract_rates(links)
         best = tuple(Rates(*map(max, zip(*both, strict=True))) for both in zip(self.best, rates, strict=True))
         watch = structs.replace(self.watch, planned=rates)
         return structs.replace(self, links=links, watch=watch, best=best, reprobe=self.reprobe.changed(now))
@@ -97,12 +97,12 @@ class LinkState(Record, frozen=True):
     def with_rates(self, rates: Sequence[Rates]) -> tuple[Link, ...]:
         return tuple(Link(*rate, old.alpha_s) for rate, old in zip(rates, self.links, strict=True))
 
-    def spelled(self, rates: Sequence[Rates] | None = None) -> str:
+    def format_rates(self, rates: Sequence[Rates] | None = None) -> str:
         """Formats these rates of the nodes, or the planned ones."""
-        return spelled(self.watch.planned if rates is None else rates, self.names)
+        return format_rates(self.watch.planned if rates is None else rates, self.names)
 
 
-def rates_of(links: Sequence[Link]) -> tuple[Rates, ...]:
+def extract_rates(links: Sequence[Link]) -> tuple[Rates, ...]:
     return tuple(Rates(link.up_bps, link.down_bps) for link in links)
 
 
@@ -125,7 +125,7 @@ class SearchRequest(NamedTuple):
     """See Measured."""
 
 
-class Proposal(NamedTuple):
+class PlanProposal(NamedTuple):
     """A switch that rank 0 proposes; during the trial of a new plan, the roll-back to propose if it is slower."""
 
     candidate: Candidate
@@ -159,8 +159,8 @@ class TuningState(Record, frozen=True):
     """A decision that all ranks carry out together: to wait this many seconds for a search, or to change codecs."""
 
     order: SearchRequest | None = None
-    trial: Proposal | None = None
-    proposal: Proposal | None = None
+    trial: PlanProposal | None = None
+    proposal: PlanProposal | None = None
     basis: Basis | None = None
     """The inputs from which the active plan was made; None if unknown."""
     price: Price | None = None

@@ -168,7 +168,7 @@ class EpochProgress:
         steps drawn in advance. """
         if not self.is_exhausted():
             return False
-        for worker, first in self._schedule.pull(self.step).items():
+        for worker, first in self._schedule.move_losses_forward(self.step).items():
             self.consumed.take_back(worker, first)
         return self.is_exhausted()
 
@@ -202,7 +202,7 @@ MASK = (1 << 64) - 1
 Array = npt.NDArray[np.uint64]
 
 
-def mix(x: Array) -> Array:
+def mix_bits(x: Array) -> Array:
     """Returns the finalizer of splitmix64: each bit of the result depends on all bits of `x`."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -215,19 +215,19 @@ class Permutation:
     def __init__(self, length: int, seed: int, epoch: int, *, longest_table: int = TABLE) -> None:
         """`longest_table`: longest order that is kept in memory; a longer one is computed. Must be equal on all members."""
         self.length = length
-        key = mix(np.array([seed & MASK], dtype=np.uint64)) + np.uint64(epoch)
+        key = mix_bits(np.array([seed & MASK], dtype=np.uint64)) + np.uint64(epoch)
         ids = np.arange(1, ROUNDS + 1, dtype=np.uint64)
-        self._keys = mix(mix(key) + ids * np.uint64(0x9E3779B97F4A7C15))
+        self._keys = mix_bits(mix_bits(key) + ids * np.uint64(0x9E3779B97F4A7C15))
         self._half = np.uint64((max(length - 1, 1).bit_length() + 1) // 2)
         self._table: npt.NDArray[Any] | None = None
         if length <= longest_table:
-            self._table = np.argsort(mix(np.arange(length, dtype=np.uint64) + self._keys[0]), kind="stable")
+            self._table = np.argsort(mix_bits(np.arange(length, dtype=np.uint64) + self._keys[0]), kind="stable")
 
     def at(self, ranges: Sequence[tuple[int, int]]) -> list[int]:
-        parts = [self._at(np.arange(start, stop, dtype=np.uint64)) for start, stop in ranges]
+        parts = [self._permute(np.arange(start, stop, dtype=np.uint64)) for start, stop in ranges]
         return [int(index) for part in parts for index in part]
 
-    def _at(self, positions: Array) -> npt.NDArray[Any]:
+    def _permute(self, positions: Array) -> npt.NDArray[Any]:
         if self._table is not None:
             return self._table[positions.astype(np.int64)]
         result = self._feistel(positions)
@@ -240,7 +240,7 @@ class Permutation:
         low = (np.uint64(1) << self._half) - np.uint64(1)
         left, right = x >> self._half, x & low
         for key in self._keys:
-            left, right = right, left ^ (mix(right + key) & low)
+            left, right = right, left ^ (mix_bits(right + key) & low)
         return (left << self._half) | right
 
 

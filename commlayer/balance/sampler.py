@@ -22,7 +22,7 @@ from msgspec import structs
 
 from commlayer.balance.assignment import DrawnBatch, StepAssignment, TrainingSession, drawn_batches, split
 from commlayer.balance.consumed_log import ConsumedLog, EpochProgress, Permutation, SequentialOrder
-from commlayer.balance.sampler_state import JoinState, SamplerState, joining_epoch, renumbering, text_of
+from commlayer.balance.sampler_state import JoinState, SamplerState, canonical_json, joining_epoch, renumbering
 from commlayer.balance.schedule import (
     CHANGE_DELAY_STEPS,
     KEEP_STEPS,
@@ -159,7 +159,7 @@ class Sampler:
         """
         if self._trained.is_finished():
             self.set_epoch(self.epoch + 1)
-        self._lead = lookahead_of(loader)
+        self._lead = loader_lookahead(loader)
         self._check_lead(session)
         given = self._received_state(session)
         if given is not None and self.epoch < joining_epoch(given):
@@ -285,8 +285,8 @@ class Sampler:
     def _join_state(self) -> str:
         """Returns the state that a joining worker needs, as JSON."""
         membership = self._membership
-        return text_of(JoinState(self._state(), list(membership.numbers), sorted(membership.departed),
-                                 self._membership.session_steps, self._assignment.pending))
+        return canonical_json(JoinState(self._state(), list(membership.numbers), sorted(membership.departed),
+                                        self._membership.session_steps, self._assignment.pending))
 
     def _received_state(self, session: TrainingSession | None) -> JoinState | None:
         """Returns the state that workers of the running job sent to this worker when it joined; None after that state was
@@ -353,11 +353,11 @@ class Sampler:
             state = structs.replace(state, schedule=[*state.schedule, change])
         if membership.changed:
             state = structs.replace(state, world=-1, left=membership.left)
-        return {"sampler": text_of(state)}
+        return {"sampler": canonical_json(state)}
 
     def _state(self) -> SamplerState:
         return SamplerState(self.length, self.batch, self.seed, self.epoch, self.step, self._trained.consumed.state,
-                            self._schedule.since(self.step), self._world)
+                            self._schedule.announcements_since(self.step), self._world)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues from a state of this or any other worker of the job.
@@ -422,6 +422,6 @@ class Sampler:
             self._schedule.forget(self.step)
 
 
-def lookahead_of(loader: Any) -> int:
+def loader_lookahead(loader: Any) -> int:
     """Returns how many batches the loader draws in advance, from a torch DataLoader's settings."""
     return (getattr(loader, "num_workers", 0) or 0) * (getattr(loader, "prefetch_factor", 0) or 0)

@@ -40,7 +40,7 @@ class JoinState(Record, frozen=True):
     """True: the worker joins in the middle of a step."""
 
 
-def text_of(state: Record) -> str:
+def canonical_json(state: Record) -> str:
     """Returns canonical JSON of a record whose maps have numbers as keys."""
     return msgspec.json.encode(msgspec.to_builtins(state, str_keys=True), order="deterministic").decode()
 

@@ -85,7 +85,7 @@ class SharesSchedule:
 
     @classmethod
     def of(cls, announcements: Sequence[Announcement]) -> SharesSchedule:
-        """Creates a schedule from the announcements that `since` returned."""
+        """Creates a schedule from the announcements that `announcements_since` returned."""
         schedule = cls({})
         schedule._all, schedule.newest_step = list(announcements), announcements[-1].step or -1
         return schedule
@@ -93,7 +93,7 @@ class SharesSchedule:
     @classmethod
     def restarted(cls, announcements: Sequence[Announcement], step: int, shares: Shares) -> SharesSchedule:
         """Returns a schedule with these shares from `step` on. The schedule replaces the shares in `announcements`, the result
-        of `since(step)`, but keeps the announced lost workers."""
+        of `announcements_since(step)`, but keeps the announced lost workers."""
         lost = {worker: first for a in announcements if a.step >= step for worker, first in a.lost.items()}
         schedule = cls.of([Announcement(step, shares, lost)])
         schedule.newest_step = step - 1  # allows another announcement for this step
@@ -131,7 +131,7 @@ class SharesSchedule:
         worker."""
         return [first for a in self._all if a.step >= step for first in a.lost.values()]
 
-    def pull(self, step: int) -> dict[int, int]:
+    def move_losses_forward(self, step: int) -> dict[int, int]:
         """Moves announcements of workers that were lost before `step` forward to `step`, together with the shares that they
         announce. Returns the first step averaged without each lost worker."""
         due = [a for a in self._all if a.step >= step and any(first < step for first in a.lost.values())]
@@ -141,14 +141,14 @@ class SharesSchedule:
         self._all = sorted([*self._all, Announcement(step, due[-1].shares)], key=attrgetter("step"))
         return {worker: first for a in due for worker, first in a.lost.items()}
 
-    def since(self, step: int) -> list[Announcement]:
+    def announcements_since(self, step: int) -> list[Announcement]:
         """Returns the announcement that applies in a step, and all later ones."""
         force = next(i for i, a in reversed(list(enumerate(self._all))) if a.step <= step)
         return self._all[force:]
 
     def forget(self, step: int) -> None:
         """Drops announcements that no longer apply at `step`."""
-        self._all = self.since(step)
+        self._all = self.announcements_since(step)
 
 
 CHANGE_DELAY_STEPS = KEEP_STEPS - 1

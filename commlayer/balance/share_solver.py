@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from commlayer.balance.time_models import Curves, TimeModel
+from commlayer.balance.time_models import TimeCurves, TimeModel
 from commlayer.errors import InvalidInput
 from commlayer.records import Record
 
@@ -52,7 +52,7 @@ def solve(models: Sequence[TimeModel], total: int, caps: Sequence[int | None] = 
                            f"shares: got total {total} for {len(models)} workers with caps {list(caps)} and minimum {minimum}, "
                            "allowed are one cap of at least the minimum for each worker, and a total of at least the minimum "
                            "for each; raise the total or leave workers out")
-    curves = Curves(models, room)
+    curves = TimeCurves(models, room)
 
     def within(limit_s: float, low: np.ndarray, high: np.ndarray, *, exactly: bool) -> tuple[np.ndarray, np.ndarray]:
         """Narrows the bounds of how many samples each worker finishes within `limit_s`, by bisection of all workers at once.

@@ -70,10 +70,10 @@ class Piecewise(Record, frozen=True):
                 (last, last_s, slopes[-1] or last_s / last)]
 
     def time_s(self, batch: float) -> float:
-        return float(Curves([self], [0]).batches_s(np.array([batch]))[0])
+        return float(TimeCurves([self], [0]).batches_s(np.array([batch]))[0])
 
 
-class Curves:
+class TimeCurves:
     """Time models and caps of several workers, evaluated together."""
 
     def __init__(self, models: Sequence[TimeModel], caps: Sequence[int]) -> None:
@@ -109,7 +109,7 @@ def times_of_shares(models: Sequence[TimeModel], shares: Sequence[int], caps: Se
     if not rows:
         return []
     with_share, taken, most = zip(*rows, strict=True)
-    times_s: list[float] = Curves(with_share, most).times_s(np.array(taken)).tolist()
+    times_s: list[float] = TimeCurves(with_share, most).times_s(np.array(taken)).tolist()
     return times_s
 
 
@@ -221,7 +221,7 @@ class OnlineLine:
             self._noise_s2, self._fresh = (NOISE * expected_s) ** 2, False
         error_s = time_s - expected_s
         spread_s = math.sqrt(self._variance(batch) + self._noise_s2)
-        settles = self._jumped_at is not None and self._moved(self._jumped_at, batch)
+        settles = self._jumped_at is not None and self._batch_changed(self._jumped_at, batch)
         # The measurement that shows whether a jump was a factor or a constant may be far off, and is no outlier.
         if not settles and abs(error_s) > max(GATE * spread_s, GATE_LEAST * expected_s):
             return self._outlier(batch, time_s, error_s)
@@ -252,11 +252,11 @@ class OnlineLine:
         self._widen(last, error_s, FACTOR_SHARE)
         for batch, time_s in points:
             self._update(batch, time_s, forget=1.0)
-        self._jumped_at = None if self._moved(first, last) else last
+        self._jumped_at = None if self._batch_changed(first, last) else last
         return "jumped"
 
     @staticmethod
-    def _moved(before: int, batch: int) -> bool:
+    def _batch_changed(before: int, batch: int) -> bool:
         return abs(batch - before) >= max(1.0, MOVED * before)
 
     def _widen(self, batch: int, error_s: float, factor_share: float) -> None:

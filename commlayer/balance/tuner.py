@@ -84,7 +84,7 @@ class SearchSpace(Record, frozen=True):
                                    f"{d.name}: got {d.low:g} to {d.high:g}, allowed: a range above 0, such as 0.001:0.1")
 
 
-def spelled(settings: Settings) -> Settings:
+def proxy_settings(settings: Settings) -> Settings:
     """Returns settings for a proxy run: the ratio inserted into the codec's spelling, staleness as a bool."""
     stale = {"stale": bool(settings["stale"])} if "stale" in settings else {}
     return settings | stale | {"codec": str(settings["codec"]).replace("{ratio}", f"{settings['ratio']:g}")}
@@ -310,7 +310,7 @@ def first(space: SearchSpace) -> Settings:
 def run(proxy: Proxy, settings: Settings) -> TuningTrial:
     """Runs one trial. If the proxy fails, the trial is recorded as failed and the search continues."""
     try:
-        result: Any = proxy(spelled(settings))
+        result: Any = proxy(proxy_settings(settings))
     except Exception as error:
         return TuningTrial(settings, 0.0, 0.0, f"{type(error).__name__}: {error}".splitlines()[0])
     try:
@@ -353,11 +353,11 @@ def loss_model(trials: Sequence[TuningTrial]) -> LossModel:
     Trials with local steps or staleness count only if a dense trial with the same settings exists.
     """
     good = [t for t in trials if not t.error]
-    dense = {_besides(t): t for t in reversed(good) if t.settings["codec"] == DENSE}
+    dense = {_settings_without_codec(t): t for t in reversed(good) if t.settings["codec"] == DENSE}
     points = []
     for trial in good:
         exact = all(trial.settings.get(name, value) == value for name, value in EXACT.items() if name != "codec")
-        against = dense.get(_besides(trial), trials[0] if exact else None)
+        against = dense.get(_settings_without_codec(trial), trials[0] if exact else None)
         if against is None:
             continue
         spelling = str(trial.settings["codec"])
@@ -366,6 +366,6 @@ def loss_model(trials: Sequence[TuningTrial]) -> LossModel:
     return LossModel(tuple(points))
 
 
-def _besides(trial: TuningTrial) -> tuple[tuple[str, Any], ...]:
+def _settings_without_codec(trial: TuningTrial) -> tuple[tuple[str, Any], ...]:
     """Returns a trial's settings without the codec."""
     return tuple(sorted((name, value) for name, value in trial.settings.items() if name not in ("codec", "ratio")))

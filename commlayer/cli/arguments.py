@@ -23,10 +23,10 @@ from msgspec import structs
 from commlayer import records
 from commlayer.config import MOST_LOSS
 from commlayer.errors import InvalidInput
-from commlayer.plan_file import text_of
+from commlayer.plan_file import read_plan_text
 from commlayer.planner.data import models
 from commlayer.planner.data.tables import LearningTable, shipped_table, table_of_file
-from commlayer.planner.inputs import cluster_from_line, cluster_of, cluster_of_homes, profile_of
+from commlayer.planner.inputs import cluster_from_line, cluster_of_homes, parse_cluster, parse_profile
 from commlayer.planner.model import Cluster, Profile, bare
 from commlayer.records import Job
 
@@ -37,7 +37,8 @@ if TYPE_CHECKING:
 def job_named(model: str, batch: int | None) -> Job:
     """The job that MODEL names: a built-in job, a job file, or a model from the user's function, whose work is counted."""
     if model.endswith(".json"):
-        return models.on_reference(_of_batch(records.decode(text_of(model, "job").encode(), Job, f"job {model}"), batch, model))
+        return models.on_reference(_with_batch_size(records.decode(read_plan_text(model, "job").encode(), Job, f"job {model}"),
+                                                    batch, model))
     if model.endswith(".py") or ":" in model:
         return counted_job(model, batch)
     try:
@@ -46,7 +47,7 @@ def job_named(model: str, batch: int | None) -> Job:
         raise InvalidInput("E-CLI-OPTION", f"{error}; or a job file ending in .json, or FILE.py[:FUNCTION]") from None
 
 
-def _of_batch(job: Job, batch: int | None, file: str) -> Job:
+def _with_batch_size(job: Job, batch: int | None, file: str) -> Job:
     """The job with a batch size. `batch` applies to a file without one; a file with a batch has times for that batch only."""
     if batch is not None and job.batch not in (None, batch):
         raise InvalidInput("E-CLI-OPTION",
@@ -102,13 +103,13 @@ def cluster_named(file: str, nodes: str, homes: str, server: str) -> Cluster:
         return cluster_of_homes(homes, server or SERVER)
     if nodes:
         return cluster_from_line(nodes)
-    return cluster_of(text_of(file, "cluster"), f"cluster {file}", toml=not file.endswith(".json"))
+    return parse_cluster(read_plan_text(file, "cluster"), f"cluster {file}", toml=not file.endswith(".json"))
 
 
 def profile_named(file: str) -> Profile | None:
     if not file:
         return None
-    return profile_of(text_of(file, "profile"), f"profile {file}", toml=file.endswith(".toml"))
+    return parse_profile(read_plan_text(file, "profile"), f"profile {file}", toml=file.endswith(".toml"))
 
 
 def codecs_named(texts: list[str], profile: Profile | None) -> tuple[str, ...]:
@@ -140,7 +141,7 @@ def learning_table(file: str, profile: Profile | None) -> LearningTable | None:
     return None if profile is not None and profile.learning and profile.learning != shipped_table().rows else shipped_table()
 
 
-def function_of(text: str, default: str, what: str) -> Callable[..., Any]:
+def import_function(text: str, default: str, what: str) -> Callable[..., Any]:
     """Imports and returns the function that `text` names. `default`: the function's name if `text` is only a file; `what`
     describes the function in errors."""
     where, colon, name = text.rpartition(":")
@@ -246,17 +247,17 @@ T = TypeVar("T")
 LONGEST_LINE = 60
 
 
-def made_by(text: str) -> Callable[..., Any]:
+def import_model_function(text: str) -> Callable[..., Any]:
     """Imports the user's function that returns a model and its loss function."""
-    return function_of(text, "make", "that returns (model, loss)")
+    return import_function(text, "make", "that returns (model, loss)")
 
 
 def timed_job(make: Callable[..., Any], text: str, batch: int | None) -> Job:
     """Times a few steps of the model that `make` returns. `text`: the name of `make` in errors."""
     from commlayer.autotune.measure import step_times
 
-    model, loss_of = _model_of(make, text)
-    return of_user(f"{text}: a step", step_times.timed_job, model, loss_of, batch=batch, name=text)
+    model, loss_of = _call_model_function(make, text)
+    return call_user_function(f"{text}: a step", step_times.timed_job, model, loss_of, batch=batch, name=text)
 
 
 def counted_job(text: str, batch: int | None) -> Job:
@@ -264,21 +265,21 @@ def counted_job(text: str, batch: int | None) -> Job:
     from commlayer.autotune.measure import shape_tensors, step_counts
 
     with shape_tensors.on_a_gpu():
-        make = made_by(text)
-    made = functools.partial(_model_of, make, text)
+        make = import_model_function(text)
+    made = functools.partial(_call_model_function, make, text)
     model, loss_of = shape_tensors.without_values(made)
-    job, reason = of_user(f"{text}: a step", step_counts.counted_job, model, loss_of, made, batch=batch, name=text)
+    job, reason = call_user_function(f"{text}: a step", step_counts.counted_job, model, loss_of, made, batch=batch, name=text)
     if reason:
         typer.echo(f"commlayer: {text}: counted while this machine computed a step, because the step reads values ({reason})",
                    err=True)
     return job
 
 
-def _model_of(make: Callable[..., Any], text: str) -> tuple[nn.Module, Callable[[], Any]]:
+def _call_model_function(make: Callable[..., Any], text: str) -> tuple[nn.Module, Callable[[], Any]]:
     """The model and loss function that the user's function returns."""
     from torch import nn
 
-    result = of_user(text, make)
+    result = call_user_function(text, make)
     try:
         model, loss_of = result
     except (TypeError, ValueError) as error:
@@ -290,7 +291,7 @@ def _model_of(make: Callable[..., Any], text: str) -> tuple[nn.Module, Callable[
     return model, loss_of
 
 
-def of_user(what: str, call: Callable[..., T], *arguments: Any, **options: Any) -> T:
+def call_user_function(what: str, call: Callable[..., T], *arguments: Any, **options: Any) -> T:
     """Calls a function of the user, or a function that calls one, and converts an exception to a one-line error. The user gets
     a full traceback by running the function directly."""
     try:

@@ -32,9 +32,9 @@ def demo(
     json: Json = None,
 ) -> None:
     """Race one machine alone, DDP, and commlayer on simulated homes to a loss; takes under two minutes."""
-    from commlayer.planner.inputs import link_of
+    from commlayer.planner.inputs import parse_link
 
-    line = link_of(links, "--links")
+    line = parse_link(links, "--links")
     settings = DemoSettings(homes, line.up_bps, line.down_bps, seconds, seed, page)
     check_out(png, "--png ")
     signal.signal(signal.SIGTERM, signal.default_int_handler)

@@ -19,7 +19,7 @@ from commlayer.cli.options import (
     Json,
     Keys,
     Port,
-    config_of,
+    config_from_options,
     fetched_keys,
     parse_line,
     split_bind,
@@ -28,7 +28,7 @@ from commlayer.cli.options import (
 from commlayer.cli.output import Table, show, write_json
 from commlayer.cluster.keys import home_keys
 from commlayer.config import Config
-from commlayer.doctor.findings import Finding, of_error, run_checks, summary, usable
+from commlayer.doctor.findings import Finding, failure_from_error, run_checks, summary, usable
 from commlayer.errors import Coded, RecordError
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def doctor(
     `--join NAME@HOST:PORT#TOKEN`, it first fetches the home's certificate.
     """
     if forget:
-        last_run.forget(last_run.folder(config_of().cache))
+        last_run.forget(last_run.folder(config_from_options().cache))
     examine(join, bind, port, keys=keys, insecure=insecure, journal=journal, plan=plan, json=json)
 
 
@@ -81,12 +81,12 @@ def examine(
         except Coded as error:
             if home.token is None:
                 raise
-            report(of_error("keys", error))
+            report(failure_from_error("keys", error))
             enrolled, insecure = False, True  # the checks that need no keys are still useful
     try:
-        config = config_of(join=join, bind=bind, port=port, keys=keys, journal=journal, insecure=insecure)
+        config = config_from_options(join=join, bind=bind, port=port, keys=keys, journal=journal, insecure=insecure)
     except RecordError as error:
-        report(of_error("settings", error))
+        report(failure_from_error("settings", error))
         config = Config(port=port, journal=journal, insecure=True)  # so one wrong setting does not hide other problems
     examination = Doctor(config, plan, script, enrolled=enrolled)
     for checks in examination.phases():

@@ -17,14 +17,14 @@ import typer
 from typer.core import TyperCommand
 
 from commlayer.cli.doctor import examine
-from commlayer.cli.options import Insecure, Keys, config_of, config_with_secret, fetched_keys, parse_line, stored_keys
-from commlayer.cli.pauses import PAUSED, IfBusy, Monthly, Pauses, UploadShare, Watts, When, limited_power, unit_of
+from commlayer.cli.options import Insecure, Keys, config_from_options, config_with_secret, fetched_keys, parse_line, stored_keys
+from commlayer.cli.pauses import PAUSED, IfBusy, Monthly, Pauses, UploadShare, Watts, When, limited_power, systemd_unit
 from commlayer.cluster.keys import home_keys
 from commlayer.cluster.keys.home_keys import HomeLine
-from commlayer.config import JOIN_AGAIN, Config, Launch, home_environment, leave_note
-from commlayer.errors import CommError, InvalidInput, RecordError, code_of, without_code
+from commlayer.config import JOIN_AGAIN, Config, Launch, home_environment, leave_reason_file
+from commlayer.errors import CommError, InvalidInput, RecordError, find_error_code, without_code
 from commlayer.files import write_whole
-from commlayer.observe.caps import caps_of
+from commlayer.observe.caps import parse_caps
 
 if TYPE_CHECKING:
     from commlayer.cluster.calls.site_client import SiteLease
@@ -70,7 +70,7 @@ def join(
         raise typer.BadParameter("give the training script, or --check", param_hint="'SCRIPT'")
     if not script.is_file():  # before the token is used
         raise InvalidInput("E-CLI-OPTION", f"{script}: no such file; allowed: a script of Python")
-    pauses = Pauses(when, if_busy=pause_if_busy, caps=caps_of(monthly, upload_share))
+    pauses = Pauses(when, if_busy=pause_if_busy, caps=parse_caps(monthly, upload_share))
     if home_keys.is_invitation(address):
         home = parse_line(address, keys)
         keys, address = str(fetched_keys(home, _log)), home.address
@@ -110,7 +110,7 @@ def _train(config: Config, line: Sequence[str], nproc_per_node: int, node_rank: 
     reason = "it was interrupted"
     try:
         with _interrupts_call(signal.default_int_handler):  # so that a home that waits leaves in order
-            reply = lease.meet(wait, answer_s)
+            reply = lease.register_and_wait(wait, answer_s)
         first = _first_rank(reply, nproc_per_node)
         last = first + nproc_per_node - 1
         ranks = f"rank {first}" if last == first else f"ranks {first} to {last}"
@@ -200,18 +200,18 @@ def _wait(children: Sequence[Child], lease: SiteLease, pauses: Pauses, *, may_le
                 code, reason = _exit_code(failed[0]), _failure_text(failed[0])
             elif not until and lease.ended.is_set():
                 _log(lease.why)
-                again = may_leave and code_of(lease.why) == "E-RENDEZVOUS-ENDED"
+                again = may_leave and find_error_code(lease.why) == "E-RENDEZVOUS-ENDED"
                 code, reason, until = JOIN_AGAIN if again else 2, lease.why, time.monotonic() + END_S
             elif not until and (why := pauses.reason([child.pid for child in children])):
                 code, reason, until = PAUSED, f"this home {why}", time.monotonic() + END_S
-                leave_note(os.getpid()).parent.mkdir(parents=True, exist_ok=True)
-                write_whole({leave_note(os.getpid()): why.encode()})  # the reason that the workers give to the others
+                leave_reason_file(os.getpid()).parent.mkdir(parents=True, exist_ok=True)
+                write_whole({leave_reason_file(os.getpid()): why.encode()})  # the reason that the workers give to the others
                 _signal(children, signal.SIGINT)
             elif until and time.monotonic() > until:
                 killed = {-signal.SIGKILL}
                 _signal(children, signal.SIGKILL)
             time.sleep(POLL_S)
-    leave_note(os.getpid()).unlink(missing_ok=True)
+    leave_reason_file(os.getpid()).unlink(missing_ok=True)
     failed = _failed(children)
     if code not in (0, JOIN_AGAIN) or not failed:
         return code, reason
@@ -300,8 +300,8 @@ def up(
     if daemon:
         if script is None or not script.is_file():
             raise InvalidInput("E-CLI-OPTION", f"--daemon: got the script {str(script or '')!r}; allowed: a script of Python")
-        print(unit_of(script, args or [], when, pause_if_busy=pause_if_busy, watts=max_gpu_power, monthly=monthly,
-                      upload_share=upload_share))
+        print(systemd_unit(script, args or [], when, pause_if_busy=pause_if_busy, watts=max_gpu_power, monthly=monthly,
+                           upload_share=upload_share))
         return
     facts = facts_about(str(script or ""))
     if line := next_step(facts):
@@ -323,7 +323,7 @@ def facts_about(script: str) -> Facts:
 
     (home,) = facts.homes
     try:
-        with contextlib.closing(connect(config_of(join=home.address, keys=str(home.folder)))) as channel:
+        with contextlib.closing(connect(config_from_options(join=home.address, keys=str(home.folder)))) as channel:
             status = channel.call("Status", StatusRequest(), StatusReply, CALL_S)
     except (CommError, RecordError, InvalidInput) as error:
         return facts._replace(problem=without_code(error))

@@ -80,7 +80,7 @@ def revoke(name: Name, folder: Folder = Path("keys")) -> None:
     from commlayer.cluster.keys import authority, invitations
 
     withdrawn = invitations.withdraw(folder, name)  # first, so that no certificate follows
-    if withdrawn and all(one.name != name for one in authority.issued(folder)):
+    if withdrawn and all(one.name != name for one in authority.list_issued(folder)):
         print(f"withdrew the invitation of {name}, which has no certificate")
         return
     count = authority.revoke(folder, name)
@@ -96,7 +96,7 @@ def list_(folder: Folder = Path("keys")) -> None:
     if not (folder / authority.CA_KEY).exists():
         raise InvalidInput("E-KEYS", f"{folder} has no CA: `commlayer keys init` creates one, --dir selects another folder")
     soon = datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=SOON_DAYS)
-    for one in authority.issued(folder):
+    for one in authority.list_issued(folder):
         state = "revoked" if one.revoked else "ends soon" if one.until < soon else "good"
         print(f"{one.name:20} until {one.until:%Y-%m-%d}  {state}{', dials only' if one.dials_only else ''}")
     for name, until in invitations.pending(folder).items():

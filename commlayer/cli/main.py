@@ -20,7 +20,7 @@ from commlayer.cli.watch.log import log
 from commlayer.cli.watch.runs import report, trace
 from commlayer.cli.watch.top import top
 from commlayer.cluster.calls import messages
-from commlayer.errors import Coded, coded, line_of
+from commlayer.errors import Coded, append_code, error_line
 
 USAGE_ERROR: Any = typer.BadParameter.__bases__[0]
 """The exceptions that typer raises for unknown or missing options, arguments and commands. typer does not export this class."""
@@ -77,13 +77,13 @@ def run() -> None:
             print(f"commlayer: {message}{page} [E-CLI-OPTION]", file=sys.stderr)
         sys.exit(2)
     except (Coded, ValueError, OSError) as error:
-        print(f"commlayer: {line_of(error)}", file=sys.stderr)
+        print(f"commlayer: {error_line(error)}", file=sys.stderr)
         sys.exit(2)
     except ModuleNotFoundError as error:
         if error.name not in POSIX_ONLY:
             raise
         needs = "this command needs Linux; on Windows use WSL 2. `commlayer estimate` and `commlayer plan` run anywhere"
-        print("commlayer:", coded("E-SYSTEM", needs), file=sys.stderr)
+        print("commlayer:", append_code("E-SYSTEM", needs), file=sys.stderr)
         sys.exit(2)
     except (KeyboardInterrupt, typer.Abort):
         sys.exit(130)

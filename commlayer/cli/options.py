@@ -32,14 +32,14 @@ Journal = Annotated[str, typer.Option(help="Folder for the server's journal, to 
 Folder = Annotated[Path, typer.Option("--dir", help="The CA's folder; keep it on one machine.", metavar="DIR")]
 
 
-def config_of(**options: Any) -> Config:
+def config_from_options(**options: Any) -> Config:
     """The settings of the options that the user set; the others come from the environment, a file or the defaults."""
     return read_config({name: value for name, value in options.items() if value})
 
 
 def config_with_secret(what: str, **options: Any) -> Config:
     """The settings for a connection to a job, which needs the job's secret. `what`: what the command does, for the error."""
-    config = config_of(**options)
+    config = config_from_options(**options)
     if not config.token:
         raise InvalidInput("E-SECRET", f"{what} {config.join} needs the job's secret: {REMEDY}")
     return config

@@ -27,7 +27,7 @@ from commlayer.cluster.processes.folder_lock import CHECK_S
 from commlayer.config import user_folder
 from commlayer.errors import InvalidInput
 from commlayer.files import try_lock
-from commlayer.observe.caps import DAY_MIN, Caps, Hours, caps_of, hours_of, minute_of
+from commlayer.observe.caps import DAY_MIN, Caps, Hours, minute_of_day, parse_caps, parse_hours
 
 When = Annotated[str, typer.Option(help="Train only at these hours, in local time, such as 22:00-07:00.", metavar="HOURS")]
 IfBusy = Annotated[bool, typer.Option("--pause-if-busy", help="Pause while a person or another program uses this machine.")]
@@ -52,21 +52,21 @@ GPU_PERCENT = 10
 SMI_S = 5.0
 
 
-def parts_of(when: str) -> tuple[Hours, ...]:
+def parse_allowed_hours(when: str) -> tuple[Hours, ...]:
     """Reads the option --when."""
-    return tuple(hours_of(part.strip(), "--when", when) for part in when.split(",")) if when else ()
+    return tuple(parse_hours(part.strip(), "--when", when) for part in when.split(",")) if when else ()
 
 
 def reason_closed(when: Sequence[Hours], now: datetime.datetime) -> str:
     """Returns why the home does not train at this hour; "" if it does."""
-    minute = minute_of(now)
+    minute = minute_of_day(now)
     if not when or any(hours.contain(minute) for hours in when):
         return ""
     begin = min(when, key=lambda hours: (hours.begin - minute) % DAY_MIN).begin
     return f"pauses until {begin // 60:02}:{begin % 60:02}"
 
 
-class Use(NamedTuple):
+class MachineUse(NamedTuple):
     """Use of this machine by other programs or users, and since when."""
 
     what: str = ""
@@ -77,11 +77,11 @@ class Use(NamedTuple):
     counts: bool = False
     """True: the machine counts as used."""
 
-    def seen(self, what: str, now: float) -> Use:
+    def after_look(self, what: str, now: float) -> MachineUse:
         """Returns the state after a look at `now` that has found the use `what`; "" for none."""
         since_s = self.since_s if self.since_s and bool(what) == self.used else now
         long = now - since_s >= (BUSY_S if what else QUIET_S)
-        return Use(what or self.what, since_s, bool(what), bool(what) if long else self.counts)
+        return MachineUse(what or self.what, since_s, bool(what), bool(what) if long else self.counts)
 
 
 class Pauses:
@@ -93,9 +93,9 @@ class Pauses:
         if if_busy and not Path("/proc/stat").exists():
             raise InvalidInput("E-SYSTEM", "--pause-if-busy needs /proc, which this system lacks; allowed here: --when, "
                                            "`commlayer pause`")
-        self._when, self._if_busy, self._machine = parts_of(when), if_busy, Machine()
+        self._when, self._if_busy, self._machine = parse_allowed_hours(when), if_busy, Machine()
         self._cap = MonthlyCap(caps) if caps.monthly_nbytes else None
-        self._use, self._asked, self._looked = Use(), 0.0, -math.inf
+        self._use, self._asked, self._looked = MachineUse(), 0.0, -math.inf
         self._looking: threading.Thread | None = None
         self._reason = ""
 
@@ -115,13 +115,13 @@ class Pauses:
             return ""
         if not (self._looking and self._looking.is_alive()) and now - self._looked >= LOOK_S:
             self._looked = now
-            self._looking = threading.Thread(target=self._look, args=(tuple(own),), daemon=True)
+            self._looking = threading.Thread(target=self._check_machine_use, args=(tuple(own),), daemon=True)
             self._looking.start()
         return f"pauses while {self._use.what}" if self._use.counts else ""
 
-    def _look(self, own: Collection[int]) -> None:
+    def _check_machine_use(self, own: Collection[int]) -> None:
         """Looks at the machine, on a thread of its own: a program that is asked may hang, and Ctrl-C must not."""
-        self._use = self._use.seen(self._machine.others(own), time.monotonic())
+        self._use = self._use.after_look(self._machine.other_use(own), time.monotonic())
 
     def wait(self, log: Callable[[str], None]) -> bool:
         """Waits until this home trains, and says why it waits. Returns whether it has waited."""
@@ -157,7 +157,7 @@ class MonthlyCap:
             month = HOME.count()
         except InvalidInput as error:
             return f"pauses until its traffic can be counted: {error.what}"
-        used, here = month.used, month.here
+        used, here = month.used, month.local_time
         (before, earlier), self._last = self._last, (now, used)
         self._nbytes_s = max(DECAY * self._nbytes_s, (used - earlier) / max(ASK_S, now - before))
         # After a pause the home has no rate, but it stays until the month turns.
@@ -187,7 +187,7 @@ class Machine:
         self._cpu: tuple[float, float, float] | None = None
         """At the last look: time, and CPU seconds of all processes and of own ones."""
 
-    def others(self, own: Collection[int]) -> str:
+    def other_use(self, own: Collection[int]) -> str:
         """Returns what others do, as the end of a sentence; "" if nothing. Children of `own` processes are own, too."""
         tree = own_tree(own)
         return _gpu_use(tree) or self._cpu_use(tree) or _input_use()
@@ -235,7 +235,7 @@ def _parents() -> Iterator[tuple[int, int]]:
 
 def _gpu_use(own: Collection[int]) -> str:
     """Returns that another program uses a GPU; "" if none does, or if that is unknown."""
-    for line in output_of("nvidia-smi", "pmon", "-c", "1", "-s", "u").splitlines():
+    for line in command_output("nvidia-smi", "pmon", "-c", "1", "-s", "u").splitlines():
         fields = line.split()
         if len(fields) > 3 and fields[1].isdigit() and int(fields[1]) not in own and fields[3].isdigit() and \
                 int(fields[3]) >= GPU_PERCENT:
@@ -245,11 +245,11 @@ def _gpu_use(own: Collection[int]) -> str:
 
 def _input_use() -> str:
     """Returns that a person uses this machine; "" if none does, or if that is unknown."""
-    idle = output_of("loginctl", "show-seat", "seat0", "--property=ActiveSession", "--property=IdleHint").split()
+    idle = command_output("loginctl", "show-seat", "seat0", "--property=ActiveSession", "--property=IdleHint").split()
     return "a person uses this machine" if "IdleHint=no" in idle and "ActiveSession=" not in idle else ""
 
 
-def output_of(*command: str) -> str:
+def command_output(*command: str) -> str:
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=SMI_S, check=True).stdout
     except (OSError, subprocess.SubprocessError):
@@ -261,26 +261,26 @@ def limited_power(watts: int) -> Iterator[None]:
     """Limits the power of all GPUs meanwhile; 0: not. Afterwards the GPUs have their usual power limits again. Raises
     InvalidInput if nvidia-smi refuses."""
     query = ("nvidia-smi", "--query-gpu=power.default_limit", "--format=csv,noheader,nounits")
-    usual = output_of(*query).split() if watts else []
+    usual = command_output(*query).split() if watts else []
     if watts and not usual:
         raise InvalidInput("E-CLI-OPTION", f"--max-gpu-power {watts}: nvidia-smi names no GPU with a power limit; leave the "
                                            "option out")
     try:
         for number in range(len(usual)):
-            if not output_of("nvidia-smi", f"--id={number}", f"--power-limit={watts}"):
+            if not command_output("nvidia-smi", f"--id={number}", f"--power-limit={watts}"):
                 raise InvalidInput("E-CLI-OPTION", f"--max-gpu-power {watts}: nvidia-smi refuses it for GPU {number}; "
                                                    f"`nvidia-smi --id={number} --power-limit={watts}` as root says why")
         yield
     finally:
         for number, limit in enumerate(usual):
-            output_of("nvidia-smi", f"--id={number}", f"--power-limit={limit}")
+            command_output("nvidia-smi", f"--id={number}", f"--power-limit={limit}")
 
 
-def unit_of(script: Path, args: Sequence[str], when: str, *, pause_if_busy: bool, watts: int, monthly: str = "",
-            upload_share: str = "") -> str:
+def systemd_unit(script: Path, args: Sequence[str], when: str, *, pause_if_busy: bool, watts: int, monthly: str = "",
+                 upload_share: str = "") -> str:
     """Returns a systemd unit that runs `commlayer up` with these arguments when the machine starts."""
-    parts_of(when)
-    caps_of(monthly, upload_share)
+    parse_allowed_hours(when)
+    parse_caps(monthly, upload_share)
     options = [*(["--when", when] if when else []), *(["--pause-if-busy"] if pause_if_busy else []),
                *(["--max-gpu-power", str(watts)] if watts else []), *(["--monthly", monthly] if monthly else []),
                *(["--upload-share", upload_share] if upload_share else [])]

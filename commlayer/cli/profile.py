@@ -9,12 +9,12 @@ from typing import Annotated
 import typer
 
 from commlayer import records
-from commlayer.cli.arguments import made_by, timed_job
+from commlayer.cli.arguments import import_model_function, timed_job
 from commlayer.cli.options import Batch, Codecs, Out
 from commlayer.cli.output import Table, check_out, show, write
 from commlayer.errors import InvalidInput
 from commlayer.planner.data.tables import BUCKET_S, DEFAULT_CODECS, PCIE_COPY, SERVER_BYTE_S
-from commlayer.planner.model import CodecCost, Line, Profile
+from commlayer.planner.model import CodecCost, LinearCost, Profile
 from commlayer.records import Record
 
 SHOWN = 1 << 20
@@ -34,7 +34,7 @@ def profile(
         raise InvalidInput("E-CLI-OPTION", "--batch applies to a model's loss function: give MODEL, too")
     for file in (out, job) if model else (out,):
         check_out(file)
-    make = made_by(model) if model else None
+    make = import_model_function(model) if model else None
     # Imported late: it loads torch, which --help does not need.
     from commlayer.autotune.measure import calibration
     from commlayer.compressors import kernels, parse
@@ -42,13 +42,13 @@ def profile(
     # Always included: every codec is compared with no compression.
     names = [str(parse(text)) for text in dict.fromkeys(("identity()", *(codec or DEFAULT_CODECS)))]
     kernels.choose("auto")
-    collectives = _among_ranks()
+    collectives = _measure_collectives()
     if collectives is None:
         return  # rank 0 does the rest
     # The model is timed first: the user's code may fail, and measuring codecs takes longest.
     timed = timed_job(make, model, batch) if make is not None else None
     costs = calibration.measure_codecs(names)
-    profile = Profile(costs, Line(0.0, SERVER_BYTE_S), BUCKET_S, PCIE_COPY, *collectives, source="measured")
+    profile = Profile(costs, LinearCost(0.0, SERVER_BYTE_S), BUCKET_S, PCIE_COPY, *collectives, source="measured")
     files: dict[Path, Record] = {out: profile} if timed is None else {out: profile, job: timed}
     write({file: records.encode(record).decode() for file, record in files.items()})
     show(_table(costs))
@@ -63,14 +63,14 @@ def profile(
               f"{1e3 * times.forward_s:.1f} ms, backward {1e3 * times.backward_s:.1f} ms; in {job}")
 
 
-def _among_ranks() -> tuple[Line, Line] | None:
+def _measure_collectives() -> tuple[LinearCost, LinearCost] | None:
     """Costs of collectives inside nodes and between nodes; zero for one process. Rank 0 returns the costs; all other ranks
     return None."""
     from commlayer.config import read_launch
 
     launch = read_launch()
     if launch.world == 1:
-        return Line(0.0), Line(0.0)
+        return LinearCost(0.0), LinearCost(0.0)
     import torch
     import torch.distributed as dist
 

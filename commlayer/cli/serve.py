@@ -74,7 +74,7 @@ def serve(
     from commlayer.cluster.servers import server_process
 
     part = server_process.ServeOptions(workers, (0 if no_server else 1) if servers is None else servers,
-                                       -1 if no_server else number, not no_server, page=_address_of(page))
+                                       -1 if no_server else number, not no_server, page=parse_page_address(page))
     if not config.join:
         file = _costs_file(config, str(folder) if invites else config.keys)
         part = part._replace(watch=_watch(alert or [], file, watts, kwh_price))
@@ -99,11 +99,11 @@ def _costs_file(config: Config, keys: str) -> Path | None:
 
 def _watch(places: list[str], file: Path | None, watts: float, kwh_price: float) -> Callable[[EventLog], Callable[[], None]]:
     """Reads the options about alerts and costs. Returns what starts to follow the job's events."""
-    from commlayer.observe.job.alerts import Alerts, receiver_of
+    from commlayer.observe.job.alerts import Alerts, parse_receiver
     from commlayer.observe.job.costs import Costs
     from commlayer.observe.job.watcher import Watcher
 
-    receivers = [receiver_of(place) for place in places]
+    receivers = [parse_receiver(place) for place in places]
     costs = Costs(file, watts=watts, kwh_price=kwh_price)
     return lambda events: Watcher(events, costs, Alerts(receivers)).close
 
@@ -149,7 +149,7 @@ def _keys_of_server(folder: Path, names: list[str]) -> Path:
     return place
 
 
-def _address_of(text: str) -> tuple[str, int] | None:
+def parse_page_address(text: str) -> tuple[str, int] | None:
     """The host and port of --page. Returns None if the user did not give the option."""
     if not text:
         return None

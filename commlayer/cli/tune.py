@@ -10,8 +10,8 @@ from typing import Annotated
 import typer
 
 from commlayer.balance import loss_model, tuner
-from commlayer.balance.tuner import CODECS, Search, SearchSpace, Settings, Store, TuningTrial, default_space, spelled
-from commlayer.cli.arguments import function_of, loss_part, whole_numbers
+from commlayer.balance.tuner import CODECS, Search, SearchSpace, Settings, Store, TuningTrial, default_space, proxy_settings
+from commlayer.cli.arguments import import_function, loss_part, whole_numbers
 from commlayer.cli.options import Codecs, Out
 from commlayer.errors import InvalidInput
 
@@ -74,7 +74,7 @@ def read_space(
 
 
 def load(task: str) -> tuner.Proxy:
-    return function_of(task, "proxy", "that takes settings and returns seconds and loss")
+    return import_function(task, "proxy", "that takes settings and returns seconds and loss")
 
 
 def _show(running: Iterator[TuningTrial], store: Store, search: Search, trials: int) -> None:
@@ -94,14 +94,14 @@ def _show(running: Iterator[TuningTrial], store: Store, search: Search, trials: 
 
 
 def line(number: int, trial: TuningTrial, dense: TuningTrial) -> str:
-    settings = spelled(trial.settings)
-    what = f"{number:3}  batch {settings['batch']:<5} {settings['codec'] + inexact(settings):44}"
+    settings = proxy_settings(trial.settings)
+    what = f"{number:3}  batch {settings['batch']:<5} {settings['codec'] + describe_inexact_settings(settings):44}"
     if trial.error:
         return f"{what} failed: {trial.error}"
     return f"{what} {trial.seconds:8.3g} s  loss {trial.loss:.4g} ({tuner.excess(trial, dense):+.2%})"
 
 
-def inexact(settings: Settings) -> str:
+def describe_inexact_settings(settings: Settings) -> str:
     """Describes settings other than the codec that change training results: local steps, staleness."""
     steps = f", {settings['local_steps']} local steps" if settings.get("local_steps", 1) > 1 else ""
     return steps + (", a step late" if settings.get("stale") else "")
@@ -109,7 +109,8 @@ def inexact(settings: Settings) -> str:
 
 def _print_best(store: Store, search: Search, out: Path) -> None:
     best, dense = tuner.best(store.trials, search.budget), store.trials[0]
-    settings = spelled(best.settings)
-    typer.echo(f"best within {search.budget:.2%}: {settings['codec']}, batch {settings['batch']}{inexact(settings)}: "
+    settings = proxy_settings(best.settings)
+    typer.echo(f"best within {search.budget:.2%}: {settings['codec']}, batch "
+               f"{settings['batch']}{describe_inexact_settings(settings)}: "
                f"{best.seconds:.3g} s, dense {dense.seconds:.3g} s; loss {tuner.excess(best, dense):+.2%}")
     typer.echo(f"trials in {store.path}, loss model in {out}: commlayer plan create --loss {out}")

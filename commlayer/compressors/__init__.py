@@ -14,7 +14,7 @@ from commlayer.compressors.feedback import error_feedback as error_feedback
 from commlayer.compressors.feedback import momentum as momentum
 from commlayer.compressors.feedback import wrap as wrap
 from commlayer.compressors.plan_codecs import build as build
-from commlayer.compressors.plan_codecs import codec_of as codec_of
+from commlayer.compressors.plan_codecs import make_codec as make_codec
 from commlayer.compressors.plan_codecs import parse as parse
 from commlayer.compressors.plan_codecs import runs_on as runs_on
 from commlayer.compressors.plan_codecs import two_way as two_way

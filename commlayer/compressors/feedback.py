@@ -57,7 +57,7 @@ class ErrorFeedback(CodecWrapper, frozen=True):
 
     lr_correction: bool = False
     """True: the input is in units of weight updates (gradient times learning rate), so each step's contribution to a residual
-    keeps the learning rate of its step (Zheng et al. 2019), on workers and servers; see `in_updates`."""
+    keeps the learning rate of its step (Zheng et al. 2019), on workers and servers; see `encodes_updates`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -213,13 +213,13 @@ def wrap(codec: Codec) -> Codec:
     return error_feedback(codec) if codec.biased else codec
 
 
-def in_updates(codec: Codec) -> bool:
+def encodes_updates(codec: Codec) -> bool:
     """Returns True if the codec's input must be gradient times learning rate, so its sum must be divided by that rate again.
 
     With such input, residuals contain the learning rate of their own step, also on servers, and a change of the rate needs no
     message.
     """
-    return (isinstance(codec, ErrorFeedback) and codec.lr_correction) or any(map(in_updates, codec.parts.values()))
+    return (isinstance(codec, ErrorFeedback) and codec.lr_correction) or any(map(encodes_updates, codec.parts.values()))
 
 
 class Momentum(CodecWrapper, frozen=True):
@@ -279,12 +279,12 @@ class Momentum(CodecWrapper, frozen=True):
 error_feedback, momentum = ErrorFeedback, Momentum
 
 
-def residual_of(state: State) -> Array | None:
+def find_residual(state: State) -> Array | None:
     """Returns the residual in a codec's state. Returns None if the codec keeps no residual."""
     return next((owner["residual"] for _, owner in states(state) if "residual" in owner), None)
 
 
-def ranges_of(slices: Sequence[Slice], word: int) -> Ranges:
+def flagged_ranges(slices: Sequence[Slice], word: int) -> Ranges:
     """Returns the elements of the slices whose bits are set in `word`."""
     if word == (1 << len(slices)) - 1:
         return None

@@ -73,13 +73,14 @@ class BudgetedTopK(CodecWrapper, frozen=True):
         return str(self.inner)
 
     def bound(self, spec: Spec) -> int:
-        return max(int(self._at(self._count(spec, self.max_ratio), spec).bound(spec)), int(self.inner.bound(spec)))
+        return max(int(self._with_entries(self._entries_at_ratio(spec, self.max_ratio), spec).bound(spec)),
+                   int(self.inner.bound(spec)))
 
     def init(self, spec: Spec) -> State:
         return self.init_server(spec) | {"sent": UNKNOWN, "available": spec.numel, "least": 0.0, "slope": SLOPES[0]}
 
     def init_server(self, spec: Spec) -> State:
-        entries = self._count(spec, self.inner.ratio)
+        entries = self._entries_at_ratio(spec, self.inner.ratio)
         return {"entries": entries, "inner": self.inner.init(spec), "_codec_entries": entries, "_codec": self.inner,
                 "_spec": spec}
 
@@ -95,10 +96,10 @@ class BudgetedTopK(CodecWrapper, frozen=True):
         """Returns what this bucket needs from the shared budget in the next step. `ratio`: the bucket's own ratio in that
         step."""
         spec, sent = state["_spec"], state["sent"]
-        plain = self._count(spec, ratio)
-        fewest, most = max(1, plain // MAX_SHARE), self._count(spec, min(self.max_ratio, MAX_SHARE * ratio))
+        plain = self._entries_at_ratio(spec, ratio)
+        fewest, most = max(1, plain // MAX_SHARE), self._entries_at_ratio(spec, min(self.max_ratio, MAX_SHARE * ratio))
         most = max(fewest, min(most, state["available"]))
-        tail = None if sent == UNKNOWN else Tail(sent, state["least"], state["slope"])
+        tail = None if sent == UNKNOWN else MagnitudeTail(sent, state["least"], state["slope"])
         return Demand(state["entries"], fewest, plain, most, tail)
 
     def start(self, x: Array, state: State, out: Out) -> int:
@@ -133,12 +134,13 @@ class BudgetedTopK(CodecWrapper, frozen=True):
         total, members = acc.get("members", (0, 0))
         if members:
             share = self.inner.ratio / self.mean_ratio
-            spec, least = state["_spec"], max(1, self._count(state["_spec"], self.inner.ratio) // MAX_SHARE)
-            self.set_entries(state, min(max(round(share * total / members), least), self._count(spec, self.max_ratio)))
+            spec, least = state["_spec"], max(1, self._entries_at_ratio(state["_spec"], self.inner.ratio) // MAX_SHARE)
+            self.set_entries(state,
+                             min(max(round(share * total / members), least), self._entries_at_ratio(spec, self.max_ratio)))
 
     def _resize(self, state: State, x: Array) -> None:
         if state["_codec_entries"] != state["entries"]:
-            state["_codec"], state["_codec_entries"] = self._at(state["entries"], state["_spec"]), state["entries"]
+            state["_codec"], state["_codec_entries"] = self._with_entries(state["entries"], state["_spec"]), state["entries"]
             fresh = {name: value for name, value in state["_codec"].init(state["_spec"]).items() if name.startswith("_")}
             if on_device(state["inner"]["_scratch"]["val"]):
                 place(fresh, x.device)
@@ -156,11 +158,11 @@ class BudgetedTopK(CodecWrapper, frozen=True):
         slope = min(max(1 / rise, SLOPES[0]), SLOPES[1]) if rise > 0 else SLOPES[1]
         state["least"], state["slope"] = float(least), round(slope, DIGITS)
 
-    def _at(self, entries: int, spec: Spec) -> Any:
+    def _with_entries(self, entries: int, spec: Spec) -> Any:
         """Returns the inner codec with the ratio at which it sends `entries` entries of the bucket."""
         return msgspec.structs.replace(self.inner, ratio=min(1.0, max(entries - 0.5, 0.5) / max(spec.numel, 1)))
 
-    def _count(self, spec: Spec, ratio: float) -> int:
+    def _entries_at_ratio(self, spec: Spec, ratio: float) -> int:
         return min(spec.numel, max(1, math.ceil(ratio * spec.numel)))
 
 
@@ -193,7 +195,7 @@ ROUNDING = 1e-6
 """Bound of the rounding error of a number of entries that was computed by logarithm and exponential."""
 
 
-class Tail(NamedTuple):
+class MagnitudeTail(NamedTuple):
     """The magnitudes in one payload: number of entries sent, the least magnitude, and the exponent of the tail."""
 
     sent: float
@@ -201,7 +203,7 @@ class Tail(NamedTuple):
     slope: float
 
 
-EMPTY_TAIL = Tail(1e-9, 1.0, 1.0)
+EMPTY_TAIL = MagnitudeTail(1e-9, 1.0, 1.0)
 """Tail of a bucket that sent no entries, since 0 has no logarithm."""
 
 
@@ -213,7 +215,7 @@ class Demand(NamedTuple):
     fewest: int
     plain: int
     most: int
-    tail: Tail | None
+    tail: MagnitudeTail | None
     """Tail of the last payload. None: the tail is unknown, and the bucket keeps its share. A bucket that sent nothing because
     all was zero gets the fewest entries."""
 
@@ -222,7 +224,7 @@ def share_budget(demands: Sequence[Demand]) -> list[int]:
     """Returns the number of entries for each bucket. Their total equals the total of the buckets' own ratios. Equal demands
     give equal results.
 
-    >>> calm, wild = Tail(100, 0.1, 3.0), Tail(100, 10.0, 3.0)
+    >>> calm, wild = MagnitudeTail(100, 0.1, 3.0), MagnitudeTail(100, 10.0, 3.0)
     >>> share_budget([Demand(100, 12, 100, 800, calm), Demand(100, 12, 100, 800, wild)])
     [50, 150]
     """

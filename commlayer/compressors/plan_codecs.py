@@ -1,7 +1,8 @@
 """Creates codecs from their names in plans, and reports a codec's properties.
 
-parse() creates a codec from its name, and codec_of() from a plan's bucket. TwoWay uses one codec for uploads and another for
-downloads. runs_on() is True if a codec has kernels for a device. reader_of() returns the codec that reads results as entries.
+parse() creates a codec from its name, and make_codec() from a plan's bucket. TwoWay uses one codec for uploads and another for
+downloads. runs_on() is True if a codec has kernels for a device. sparse_result_codec() returns the codec that reads results as
+entries.
 is_summable() and is_separable() tell how payloads can be summed without a server.
 """
 
@@ -19,7 +20,7 @@ from commlayer.compressors import kernels
 from commlayer.compressors.blockwise import Int4, Int8, OneBit, Qsgd
 from commlayer.compressors.codec import Codec, CodecWrapper, OneRound, Ranges, Reduction, State
 from commlayer.compressors.dense import Bf16, Fp16, Identity
-from commlayer.compressors.feedback import ErrorFeedback, Momentum, in_updates, wrap
+from commlayer.compressors.feedback import ErrorFeedback, Momentum, encodes_updates, wrap
 from commlayer.compressors.global_budget import BudgetedTopK, with_budget
 from commlayer.compressors.kernels import Array
 from commlayer.compressors.payload import Buffer, Out
@@ -98,7 +99,7 @@ def is_download_codec(codec: Codec) -> bool:
     return isinstance(_bare(codec), OneRound) and is_separable(codec)
 
 
-def codec_of(bucket: Bucket, node: int | None = None, plan: Plan | None = None) -> Codec:
+def make_codec(bucket: Bucket, node: int | None = None, plan: Plan | None = None) -> Codec:
     """Returns the codec of a plan's bucket; with `node`, the codec that this node compresses with.
 
     Without `plan`, settings of the plan for all buckets (ratio_over, warmup) are ignored. Payload sizes then follow from the
@@ -139,7 +140,7 @@ def _check_alike(bucket: Bucket, server: Codec, node: Codec) -> None:
 def _read(codec: Any) -> Any:
     """Returns the parts of a codec that a server must know to read payloads: everything except ratios, the selection method,
     and workers' residuals."""
-    if isinstance(codec, Momentum | ErrorFeedback) and not in_updates(codec):
+    if isinstance(codec, Momentum | ErrorFeedback) and not encodes_updates(codec):
         return _read(codec.inner)
     if isinstance(codec, msgspec.Struct):
         names = (name for name in codec.__struct_fields__ if name not in ("ratio", "exact"))
@@ -190,7 +191,7 @@ def result_codec(codec: Any) -> Any:
     return codec
 
 
-def reader_of(codec: Any) -> TopK | RandomK | None:
+def sparse_result_codec(codec: Any) -> TopK | RandomK | None:
     """Returns the codec that reads results as positions and values; None if results are dense."""
     inner = result_codec(codec)
     return inner if isinstance(inner, TopK | RandomK) else None

@@ -12,8 +12,8 @@ from commlayer.config.environment import child_environment as child_environment
 from commlayer.config.environment import codec_threads as codec_threads
 from commlayer.config.environment import has_proxy as has_proxy
 from commlayer.config.environment import home_environment as home_environment
-from commlayer.config.environment import launcher_says as launcher_says
-from commlayer.config.environment import leave_note as leave_note
+from commlayer.config.environment import launcher_variable as launcher_variable
+from commlayer.config.environment import leave_reason_file as leave_reason_file
 from commlayer.config.environment import master as master
 from commlayer.config.environment import own_cores as own_cores
 from commlayer.config.environment import quiet_grpc as quiet_grpc
@@ -25,12 +25,12 @@ from commlayer.config.settings import MOST_LOSS as MOST_LOSS
 from commlayer.config.settings import PREFIX as PREFIX
 from commlayer.config.settings import Config as Config
 from commlayer.config.settings import Secret as Secret
-from commlayer.config.settings import alike as alike
+from commlayer.config.settings import settings_to_match as settings_to_match
 from commlayer.config.sources import KEYS_TOKEN as KEYS_TOKEN
 from commlayer.config.sources import check_plain_text as check_plain_text
 from commlayer.config.sources import read_config as read_config
-from commlayer.config.waits import judged_s as judged_s
+from commlayer.config.waits import broken_after_s as broken_after_s
+from commlayer.config.waits import continue_wait_s as continue_wait_s
 from commlayer.config.waits import notice_s as notice_s
 from commlayer.config.waits import reconnect_window_s as reconnect_window_s
-from commlayer.config.waits import unheard_s as unheard_s
 from commlayer.config.waits import verdict_s as verdict_s

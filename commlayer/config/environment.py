@@ -41,7 +41,7 @@ class Launch(NamedTuple):
 
 def read_launch(environ: Mapping[str, str] | None = None) -> Launch:
     """Reads rank and world size from the process group if there is one, else from the variables of torchrun or Slurm."""
-    group = None if environ is not None else _of_group()
+    group = None if environ is not None else _process_group_rank()
     environ = os.environ if environ is None else environ
 
     def number(name: str, default: int) -> int:
@@ -88,7 +88,7 @@ def read_launch(environ: Mapping[str, str] | None = None) -> Launch:
     return launch
 
 
-def _of_group() -> tuple[int, int] | None:
+def _process_group_rank() -> tuple[int, int] | None:
     """Rank and world size of torch's process group, or None if there is none yet."""
     dist = sys.modules.get("torch.distributed")
     return (dist.get_rank(), dist.get_world_size()) if dist and dist.is_available() and dist.is_initialized() else None
@@ -96,10 +96,10 @@ def _of_group() -> tuple[int, int] | None:
 
 def master() -> str:
     """The launcher's rendezvous host (MASTER_ADDR); "" if it is not set."""
-    return launcher_says("MASTER_ADDR")
+    return launcher_variable("MASTER_ADDR")
 
 
-def launcher_says(name: str) -> str:
+def launcher_variable(name: str) -> str:
     """The value of an environment variable that torchrun or another launcher sets, such as MASTER_PORT; "" if it is not set."""
     return os.environ.get(name, "")
 
@@ -109,7 +109,7 @@ def user_folder() -> Path:
     return Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser() / "commlayer"
 
 
-def leave_note(launcher: int) -> Path:
+def leave_reason_file(launcher: int) -> Path:
     """The file in which a home's launcher writes why its workers leave, before it interrupts them. `launcher`: process id."""
     return user_folder() / f"leaves-{launcher}"
 

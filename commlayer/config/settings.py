@@ -164,7 +164,7 @@ ALIKE_SET = ("join", "trace", "loss", "learning")
 """Names of settings that must be set on all ranks or on none; their values can differ between ranks."""
 
 
-def alike(config: Config) -> dict[str, str]:
+def settings_to_match(config: Config) -> dict[str, str]:
     """Maps the names of settings that must agree on all ranks to the texts that ranks compare. See ALIKE and ALIKE_SET."""
     values = {name: str(getattr(config, name)) for name in ALIKE}
     return values | {name: "set" if getattr(config, name) else "not set" for name in ALIKE_SET}

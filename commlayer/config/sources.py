@@ -57,7 +57,7 @@ def read_config(argument: Config | Mapping[str, Any] | None = None, *, environ: 
 
 
 def from_argument(argument: Mapping[str, Any]) -> dict[str, Setting]:
-    return {_known(name, f"argument {name}"): Setting(value, f"argument {name}", False)
+    return {_check_name(name, f"argument {name}"): Setting(value, f"argument {name}", False)
             for name, value in argument.items()}
 
 
@@ -66,7 +66,7 @@ def from_environment(environ: Mapping[str, str]) -> dict[str, Setting]:
     linked = {n for n, v in environ.items() if PREFIX + "SERVICE_HOST" in environ
               and (n.startswith((PREFIX + "SERVICE_", PREFIX + "PORT_")) or (n == PREFIX + "PORT" and "://" in v))}
     names = [n for n in sorted(environ) if n.startswith(PREFIX) and n != PREFIX + "CONFIG" and n not in linked]
-    return {_known(n.removeprefix(PREFIX).lower(), f"environment variable {n}"):
+    return {_check_name(n.removeprefix(PREFIX).lower(), f"environment variable {n}"):
             Setting(environ[n], f"environment variable {n}", True) for n in names}
 
 
@@ -81,10 +81,10 @@ def from_file(environ: Mapping[str, str], cwd: Path) -> dict[str, Setting]:
         raise RecordError("E-SETTING", f"{PREFIX}CONFIG: {path} cannot be read: {error.strerror}") from None
     except ValueError as error:
         raise RecordError("E-SETTING", f"{path} is not TOML: {error}") from None
-    return {_known(name, f"{path}:{name}"): Setting(value, f"{path}:{name}", False) for name, value in fields.items()}
+    return {_check_name(name, f"{path}:{name}"): Setting(value, f"{path}:{name}", False) for name, value in fields.items()}
 
 
-def _known(name: str, source: str) -> str:
+def _check_name(name: str, source: str) -> str:
     if name not in TYPES:
         near = difflib.get_close_matches(name, TYPES, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]}?" if near else f"allowed: {', '.join(TYPES)}"

@@ -24,13 +24,13 @@ def verdict_s(config: Config) -> float:
     return config.dead_after_s + notice_s(config)
 
 
-def judged_s(config: Config) -> float:
+def continue_wait_s(config: Config) -> float:
     """Additional seconds that a worker waits after its own deadline, if the worker can continue without other workers. Within
     this time the coordinator decides whether silent peers are dead and sends the decision."""
     return reconnect_window_s(config) + verdict_s(config)
 
 
-def unheard_s(config: Config) -> float:
+def broken_after_s(config: Config) -> float:
     """Seconds without a TCP acknowledgement after which a data connection counts as broken. If connections can be restored, the
     time is short, since a wrong decision about a slow receiver costs little."""
     window_s = reconnect_window_s(config)

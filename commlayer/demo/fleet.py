@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 
 from commlayer.config import Config, child_environment
-from commlayer.demo.links import LOOPBACK, Link, Relay
+from commlayer.demo.links import LOOPBACK, LinkDirection, Relay
 from commlayer.demo.settings import ALONE, COMMLAYER, DDP, RTT_S, DemoSettings, WorkerReport, WorkerSettings, read_report
 from commlayer.errors import CommError, DeadlineExceeded
 from commlayer.records import encode
@@ -40,11 +40,11 @@ GLOO_PORTS = range(1 << 12, 1 << 15, 1 << 8)
 PAGE = re.compile(r"page: (http\S+)")
 
 
-class Line:
+class HomeUplink:
     """A home's uplink and downlink."""
 
     def __init__(self, settings: DemoSettings) -> None:
-        self.up, self.down = Link(settings.up_bps), Link(settings.down_bps)
+        self.up, self.down = LinkDirection(settings.up_bps), LinkDirection(settings.down_bps)
 
 
 class Fleet:
@@ -52,7 +52,8 @@ class Fleet:
 
     def __init__(self, settings: DemoSettings) -> None:
         self._settings = settings
-        self.lines: dict[str, list[Line]] = {run: [Line(settings) for _ in range(settings.homes)] for run in (DDP, COMMLAYER)}
+        self.lines: dict[str, list[HomeUplink]] = {run: [HomeUplink(settings) for _ in range(settings.homes)]
+                                                   for run in (DDP, COMMLAYER)}
         self.page = ""
         """Address of the job's page; "" without."""
         self._folder = tempfile.TemporaryDirectory(prefix="commlayer-demo-")

@@ -28,7 +28,7 @@ Target = Callable[[], int]
 """Returns the port on loopback to which a connection is relayed; 0: not known yet."""
 
 
-class Link:
+class LinkDirection:
     """One direction (upload or download) of a home's Internet connection."""
 
     def __init__(self, bps: float) -> None:
@@ -64,7 +64,8 @@ class Relay:
         self._thread.join()
         self._loop.close()
 
-    def listen(self, target: Target, out: Sequence[Link], back: Sequence[Link], ports: Iterable[int] = (0,)) -> int:
+    def listen(self, target: Target, out: Sequence[LinkDirection], back: Sequence[LinkDirection],
+               ports: Iterable[int] = (0,)) -> int:
         """Relays the connections to the first of these ports on loopback that is free, and returns it; 0 is any free port.
         `out`: the links from the end that connects to the target, `back`: those on the way back."""
         for port in ports:
@@ -95,7 +96,7 @@ class Relay:
         self._servers.append(self._run(asyncio.start_server(relay, sock=listener, limit=CHUNK_NBYTES)))
         return int(listener.getsockname()[1])
 
-    async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, links: Sequence[Link]) -> None:
+    async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, links: Sequence[LinkDirection]) -> None:
         """Carries one direction of a connection until its end."""
         flying: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue()
 

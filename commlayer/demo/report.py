@@ -31,7 +31,7 @@ class RunProgress:
     late: float = 0.0
 
 
-class Row(NamedTuple):
+class RunRow(NamedTuple):
     """A line of the table."""
 
     run: str
@@ -72,22 +72,22 @@ class Progress:
         curve = self.curve(ALONE)
         return curve[-1][1] if curve else None
 
-    def rows(self, sent_nbytes: Mapping[str, int]) -> list[Row]:
+    def rows(self, sent_nbytes: Mapping[str, int]) -> list[RunRow]:
         target, rows = self.target(), []
         for run in RUNS:
             curve = self.curve(run)
             reached = next((at_s for at_s, loss in curve if target is not None and loss <= target), None)
-            rows.append(Row(run, self.runs[run].steps, curve[-1][1] if curve else None, sent_nbytes.get(run, 0), reached))
+            rows.append(RunRow(run, self.runs[run].steps, curve[-1][1] if curve else None, sent_nbytes.get(run, 0), reached))
         return rows
 
 
-def results(progress: Progress, rows: Sequence[Row]) -> dict[str, Any]:
+def results(progress: Progress, rows: Sequence[RunRow]) -> dict[str, Any]:
     """The figures for --json."""
     return {"settings": progress.settings, "target": progress.target(), "rows": [row._asdict() for row in rows],
             "curves": {run: progress.curve(run) for run in RUNS}}
 
 
-def name_of(progress: Progress, run: str) -> str:
+def run_label(progress: Progress, run: str) -> str:
     if run == ALONE:
         return "one machine alone"
     if run != COMMLAYER:
@@ -96,7 +96,7 @@ def name_of(progress: Progress, run: str) -> str:
     return f"commlayer, {progress.settings.homes} homes, {f'exchanges every {every} steps' if every > 1 else 'each step'}"
 
 
-def reached(row: Row, target: float | None) -> str:
+def reached(row: RunRow, target: float | None) -> str:
     return "-" if target is None else "not reached" if row.target_s is None else f"{row.target_s:.0f}"
 
 
@@ -124,7 +124,7 @@ def notes(progress: Progress) -> str:
     return "\n".join(text)
 
 
-def verdict(progress: Progress, rows: Sequence[Row]) -> str:
+def verdict(progress: Progress, rows: Sequence[RunRow]) -> str:
     target, (alone, *_, ours) = progress.target(), rows
     if target is None or alone.target_s is None:
         return "Result: the run alone has no loss to compare with: give --seconds more"
@@ -142,7 +142,7 @@ def draw(path: Path, progress: Progress) -> str:
     axes = figure.add_subplot(xlabel="seconds", ylabel="loss", title=f"{progress.settings.homes} simulated homes")
     for run in RUNS:
         points = [*zip(*progress.shown(run), strict=True)] or [(), ()]
-        axes.plot(*points, label=name_of(progress, run), color=COLORS[run].replace("yellow", "orange"))
+        axes.plot(*points, label=run_label(progress, run), color=COLORS[run].replace("yellow", "orange"))
     if (target := progress.target()) is not None:
         axes.axhline(target, color="gray", linewidth=0.8, linestyle=":")
     axes.legend()

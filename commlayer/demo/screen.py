@@ -9,14 +9,14 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from commlayer.demo.report import COLORS, Curve, Progress, Row, name_of, reached
+from commlayer.demo.report import COLORS, Curve, Progress, RunRow, reached, run_label
 from commlayer.demo.settings import RUNS
 
 BRAILLE = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 """Bits of the dots in a character of Braille, by row and column."""
 
 
-def screen(progress: Progress, rows: Sequence[Row], note: str, *, width: int, height: int) -> RenderableType:
+def screen(progress: Progress, rows: Sequence[RunRow], note: str, *, width: int, height: int) -> RenderableType:
     plot = canvas({run: progress.shown(run) for run in RUNS}, progress.settings.seconds, width - 8, max(6, height))
     return Group(*plot, table(progress, rows), Text(note, style="dim"))
 
@@ -47,19 +47,19 @@ def canvas(curves: Mapping[str, Curve], seconds: int, width: int, height: int) -
     yield Text(f"{'':7}{marks[: width - 6]:<{width - 6}}{f'{seconds} s':>7}", no_wrap=True)
 
 
-def table(progress: Progress, rows: Sequence[Row]) -> Table:
+def table(progress: Progress, rows: Sequence[RunRow]) -> Table:
     target = progress.target()
     grid = Table(box=SIMPLE_HEAD, pad_edge=False)
     grid.add_column("run", min_width=44)
     for name in ("steps", "loss", "GB sent\nby a home", f"seconds to\n{f'loss {target:.2f}' if target else 'the target'}"):
         grid.add_column(name, justify="right")
     for row in rows:
-        grid.add_row(f"[{COLORS[row.run]}]━━[/] {name_of(progress, row.run)}", f"{row.steps:,}",
+        grid.add_row(f"[{COLORS[row.run]}]━━[/] {run_label(progress, row.run)}", f"{row.steps:,}",
                      "-" if row.loss is None else f"{row.loss:.2f}", f"{row.sent_nbytes / 1e9:.3f}", reached(row, target))
     return grid
 
 
-def line(rows: Sequence[Row], elapsed_s: float) -> str:
+def line(rows: Sequence[RunRow], elapsed_s: float) -> str:
     """The progress in one line, for output that is not a terminal."""
     parts = [f"{row.run} {'-' if row.loss is None else f'{row.loss:.2f}'} ({row.steps} steps)" for row in rows]
     return f"{elapsed_s:4.0f} s  loss: {', '.join(parts)}"

@@ -127,7 +127,7 @@ class Pace:
         return wait
 
 
-class Worker:
+class DemoWorker:
     """The ends of this process that the demo holds: its standard input and output."""
 
     def __init__(self, settings: WorkerSettings) -> None:
@@ -153,7 +153,7 @@ class Worker:
         os._exit(0)
 
 
-def train(worker: Worker, gpt: GPT, model: nn.Module, optimizer: torch.optim.Optimizer,
+def train(worker: DemoWorker, gpt: GPT, model: nn.Module, optimizer: torch.optim.Optimizer,
           session: commlayer.Session | None = None) -> None:
     """Trains until the process ends. `model`: what runs the passes; the blocks of `gpt` have the pace."""
     settings, pace = worker.settings, Pace(gpt.blocks)
@@ -190,7 +190,7 @@ def evaluate(gpt: GPT, rows: torch.Tensor, session: commlayer.Session | None) ->
     return loss
 
 
-class Addresses(Store):
+class RelayAddresses(Store):
     """The store of torch's process group. It gives Gloo the relay's addresses in place of those of the other ranks.
 
     Of two ranks, Gloo's one with the larger address connects to the other one; it compares hosts, then ports as numbers of the
@@ -198,7 +198,7 @@ class Addresses(Store):
     other one gets a large host, to which it never connects.
     """
 
-    def __init__(self, worker: Worker) -> None:
+    def __init__(self, worker: DemoWorker) -> None:
         super().__init__()
         self._worker, self._store = worker, FileStore(worker.settings.store, worker.settings.homes)
 
@@ -233,23 +233,23 @@ OWN, WAITS_FOR = b"\x7f\x00\x00\x01", b"\x7f\xff\xff\xfe"
 
 
 def run(settings: WorkerSettings) -> None:
-    worker = Worker(settings)
+    worker = DemoWorker(settings)
     for _ in range(3):  # torch's first passes take longer
         GPT(settings.seed)(next(batches(0, 0, 1))[:, :-1]).sum().backward()
     gpt = GPT(settings.seed)
-    optimizer = optimizer_of(gpt)
+    optimizer = make_optimizer(gpt)
     if settings.run == COMMLAYER:
         with commlayer.attach(gpt, optimizer, sync="auto", clip_grad_norm=CLIP) as session:
             train(worker, gpt, gpt, optimizer, session)
     model: nn.Module = gpt
     if settings.run == DDP:
-        dist.init_process_group("gloo", store=Addresses(worker), rank=settings.home, world_size=settings.homes)
+        dist.init_process_group("gloo", store=RelayAddresses(worker), rank=settings.home, world_size=settings.homes)
         model = DistributedDataParallel(gpt)
         model.register_comm_hook(None, fp16_compress_hook)
     train(worker, gpt, model, optimizer)
 
 
-def optimizer_of(gpt: GPT) -> torch.optim.Optimizer:
+def make_optimizer(gpt: GPT) -> torch.optim.Optimizer:
     return torch.optim.AdamW(gpt.parameters(), lr=RATE)
 
 
@@ -258,7 +258,7 @@ def main() -> None:
     workers = [records.decode(text.encode(), WorkerSettings, "settings of the demo") for text in sys.argv[1:]]
     torch.set_num_threads(1)
     if len(workers) > 1:
-        optimizer_of(GPT(0))  # loads torch._dynamo
+        make_optimizer(GPT(0))  # loads torch._dynamo
         for settings in workers:
             if not os.fork():
                 workers = [settings]

@@ -13,9 +13,9 @@ from pathlib import Path
 
 from commlayer import last_run, native
 from commlayer.cluster.servers.server_journal import NAME
-from commlayer.config import Config, host_port, is_loopback, launcher_says, master, own_cores, read_launch, split_port
+from commlayer.config import Config, host_port, is_loopback, launcher_variable, master, own_cores, read_launch, split_port
 from commlayer.doctor import machine, network, nodes, server
-from commlayer.doctor.findings import Check, Finding, of_error
+from commlayer.doctor.findings import Check, Finding, failure_from_error
 from commlayer.errors import CommError
 
 QUICK_S, NAMES_S, SERVER_S, LINK_S = 5.0, 8.0, 17.0, 2.0
@@ -78,7 +78,7 @@ class Doctor:
         peer, config = self._hosts["server"] or self._hosts["master"], self.config
         one_machine = self.launch.world <= self.launch.local_world and (not peer or is_loopback(peer))
         named = network.resolve(name) if (name := self._hosts[network.ADVERTISED]) else ()
-        return network.check_addresses(network.own_addresses(peer), config.bind, launcher_says("GLOO_SOCKET_IFNAME"),
+        return network.check_addresses(network.own_addresses(peer), config.bind, launcher_variable("GLOO_SOCKET_IFNAME"),
                                        alone=bool(config.join) or one_machine,
                                        advertise=() if isinstance(named, str) else named)
 
@@ -126,7 +126,7 @@ class Doctor:
             self.nodes, self.links = nodes.compare_nodes(self.launch, nodes.own_facts(machine.own_digest(self.plan)),
                                                          network.address_towards(master()), self.config.join_deadline_s)
         except (CommError, ValueError, OSError) as error:
-            yield of_error("nodes", error)
+            yield failure_from_error("nodes", error)
             return
         yield from nodes.check_alike(self.nodes)
         yield from nodes.check_distinct(self.nodes)

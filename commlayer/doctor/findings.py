@@ -11,7 +11,7 @@ from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import msgspec
 
-from commlayer.errors import line_of
+from commlayer.errors import error_line
 from commlayer.records import Record
 
 Verdict = Literal["ok", "warn", "fail"]
@@ -46,7 +46,7 @@ def judge(check: str, seen: str, remedy: str, *, failed: bool = False, doubtful:
     return Finding(check, verdict, seen, "" if verdict == "ok" else remedy, values)
 
 
-def of_error(check: str, error: Exception | str, remedy: str = "") -> Finding:
+def failure_from_error(check: str, error: Exception | str, remedy: str = "") -> Finding:
     """Converts an error line to a failure. If `remedy` is empty, the text after the last colon or semicolon becomes the
     remedy."""
     line = " ".join(str(error).split())
@@ -83,7 +83,7 @@ def run_checks(checks: Sequence[Check[T]], settings: T) -> Iterator[Finding]:
         try:
             result.put([*check.run(settings)])
         except Exception as error:  # after any failure, the other checks are still useful
-            result.put([of_error(check.name, line_of(error) or type(error).__name__)])
+            result.put([failure_from_error(check.name, error_line(error) or type(error).__name__)])
 
     for check, result in zip(checks, results, strict=True):
         threading.Thread(target=run, args=(check, result), name=f"doctor {check.name}", daemon=True).start()

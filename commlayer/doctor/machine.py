@@ -21,7 +21,7 @@ import msgspec
 from commlayer import last_run, planner, records
 from commlayer.cluster.calls import messages
 from commlayer.config import Config, host_port, is_loopback, split_port
-from commlayer.doctor.findings import Finding, fail, judge, of_error, ok, warn
+from commlayer.doctor.findings import Finding, fail, failure_from_error, judge, ok, warn
 from commlayer.errors import RecordError
 from commlayer.plan_file import plan_in
 from commlayer.records import Plan, Record, complete
@@ -151,7 +151,7 @@ def check_keys(folder: Path, now_s: float, *, serves: bool) -> Iterator[Finding]
     try:
         mine = Keys(folder)
     except (RecordError, OSError, ValueError) as error:
-        yield of_error("keys", str(error).removeprefix("keys: "))
+        yield failure_from_error("keys", str(error).removeprefix("keys: "))
         return
     name, revoked = mine.own.name, mine.revoked()
     again = f"commlayer keys add {name} --again"
@@ -210,7 +210,7 @@ def own_digest(path: Path | None) -> str:
 
 def check_plan(path: Path, plan: Plan | str) -> Finding:
     if isinstance(plan, str):
-        return of_error("plan", plan, "create it again: commlayer plan create --out FILE")
+        return failure_from_error("plan", plan, "create it again: commlayer plan create --out FILE")
     return ok("plan", f"{path}: hash {records.digest(plan)}, {len(plan.buckets)} buckets, {plan.servers} servers")
 
 

@@ -16,8 +16,8 @@ from pathlib import Path
 
 from commlayer.callbacks import ignore
 from commlayer.config import is_loopback, join_host
-from commlayer.doctor.findings import Finding, fail, of_error, ok, warn
-from commlayer.errors import listed
+from commlayer.doctor.findings import Finding, fail, failure_from_error, ok, warn
+from commlayer.errors import join_names
 from commlayer.records import Record
 from commlayer.transport import own_address
 from commlayer.transport.flow.pacing import SLOW_BPS
@@ -68,7 +68,7 @@ def check_addresses(f: Addresses, bind: str, interface: str, *, alone: bool, adv
         if (bridge := next((one for one in f.interfaces if one.address == address and one.name.startswith(INSIDE)), None)):
             yield fail("address", f"{what} is {bridge.address} of {bridge.name}, a bridge to containers of this machine; other "
                                   "machines cannot reach it",
-                       f"use {_listed(f.outside) or 'the address of a network interface'}")
+                       f"use {_join_interfaces(f.outside) or 'the address of a network interface'}")
     names = sorted({one.name for one in f.interfaces})
     if interface and interface not in names:
         yield fail("address", f"GLOO_SOCKET_IFNAME={interface}: no interface with an address has this name",
@@ -77,12 +77,13 @@ def check_addresses(f: Addresses, bind: str, interface: str, *, alone: bool, adv
         yield _own_name(f)
     if is_address(bind) and not is_loopback(bind) and bind not in {"0.0.0.0", "::", *(one.address for one in f.interfaces)}:
         yield fail("address", f"bind is {bind}, which is not an address of this machine",
-                   f"set bind to one of {_listed(f.outside)}; if a router translates addresses, set advertise to {bind}")
+                   f"set bind to one of {_join_interfaces(f.outside)}; if a router translates addresses, set advertise to "
+                   f"{bind}")
 
 
 def _route(f: Addresses, alone: bool) -> Finding:
     others = [one for one in f.outside if one.address != f.chosen]
-    also = f"; also {_listed(others)}" if others else ""
+    also = f"; also {_join_interfaces(others)}" if others else ""
     if not f.chosen:
         return (fail("address", f"no route to {f.towards}", NO_LINK) if f.towards else
                 warn("address", "no default route: this machine cannot reach other networks", NO_LINK))
@@ -94,7 +95,8 @@ def _route(f: Addresses, alone: bool) -> Finding:
         return ok("address", f"{f.chosen}: this job stays on this machine")
     if f.towards and is_loopback(f.towards):
         return fail("address", f"the rendezvous address {f.towards} means a different machine on each node (loopback)",
-                    f"use an address that all machines can reach, such as {_listed(others) or 'that of a network interface'}")
+                    f"use an address that all machines can reach, such as "
+                    f"{_join_interfaces(others) or 'that of a network interface'}")
     return ok("address", f"{f.towards} is this machine{also}")
 
 
@@ -137,7 +139,7 @@ def check_port(what: str, host: str, number: int, error: OSError | None) -> Find
 
 def check_reachable(what: str, address: str, problem: str) -> Finding:
     """Checks an address. `problem`: the result of `dial`."""
-    return of_error("port", f"{what} {address} {problem}") if problem else ok("port", f"{what} {address} answers")
+    return failure_from_error("port", f"{what} {address} {problem}") if problem else ok("port", f"{what} {address} answers")
 
 
 def idle_setting() -> str:
@@ -191,8 +193,8 @@ def listen_error(host: str, number: int) -> OSError | None:
     return None
 
 
-def _listed(interfaces: Sequence[Interface]) -> str:
-    return listed([f"{one.name} {one.address}" for one in interfaces], 4)
+def _join_interfaces(interfaces: Sequence[Interface]) -> str:
+    return join_names([f"{one.name} {one.address}" for one in interfaces], 4)
 
 
 def is_address(text: str) -> bool:

@@ -21,12 +21,12 @@ from typing import Any
 
 import msgspec
 
-from commlayer.config import Launch, host_port, is_loopback, join_host, launcher_says
+from commlayer.config import Launch, host_port, is_loopback, join_host, launcher_variable
 from commlayer.doctor.findings import Finding, fail, judge, ok
 from commlayer.doctor.machine import own_version
 from commlayer.doctor.network import INSIDE, connect_problem, own_addresses
 from commlayer.doctor.server import rate_text
-from commlayer.errors import CommError, listed
+from commlayer.errors import CommError, join_names
 from commlayer.records import Record, complete
 from commlayer.transport import own_address
 
@@ -100,7 +100,7 @@ def check_distinct(nodes: Sequence[NodeFacts]) -> Iterator[Finding]:
 
 
 def _names(nodes: Sequence[NodeFacts], numbers: Sequence[int]) -> str:
-    return listed([f"node {number} ({nodes[number].host})" for number in numbers], 3)
+    return join_names([f"node {number} ({nodes[number].host})" for number in numbers], 3)
 
 
 def check_links(nodes: Sequence[NodeFacts], links: Sequence[Sequence[Link]]) -> Iterator[Finding]:
@@ -127,7 +127,7 @@ def own_facts(plan: str) -> NodeFacts:
 
     f = own_addresses("")
     outside = [one for one in f.resolves if not is_loopback(one)]  # loopback is a finding of the host name's check
-    named = "" if launcher_says("GLOO_SOCKET_IFNAME") else next(iter(outside), "")
+    named = "" if launcher_variable("GLOO_SOCKET_IFNAME") else next(iter(outside), "")
     return NodeFacts(socket.gethostname(), "", own_version(), platform.python_version(), str(torch.__version__), plan,
                      own_address.machine(), named, tuple(one.address for one in f.interfaces if one.name.startswith(INSIDE)))
 

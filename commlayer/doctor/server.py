@@ -18,7 +18,7 @@ from commlayer.cluster.calls.diagnosis import diagnose
 from commlayer.cluster.calls.messages import MAX_STATUS_NBYTES, StatusReply, StatusRequest
 from commlayer.cluster.servers import dialing
 from commlayer.config import Config, host_port, is_loopback
-from commlayer.doctor.findings import Finding, fail, judge, of_error, ok, warn
+from commlayer.doctor.findings import Finding, fail, failure_from_error, judge, ok, warn
 from commlayer.doctor.network import check_idle, dial, idle_setting
 from commlayer.errors import CommError, DeadlineExceeded, PeerLost, RecordError
 from commlayer.records import ServerInfo
@@ -62,7 +62,7 @@ class ServerCheck:
                        "start `commlayer serve` on that machine (it prints this address), then run this again")
             return
         except (CommError, ValueError) as error:
-            yield of_error("server", f"{config.join}: {str(error).removeprefix(f'coordinator {config.join}: ')}")
+            yield failure_from_error("server", f"{config.join}: {str(error).removeprefix(f'coordinator {config.join}: ')}")
             return
         self.status, self.round_trip_s = status, round_trip_s
         yield check_status(config.join, status)
@@ -128,19 +128,20 @@ def check_status(address: str, status: StatusReply) -> Finding:
 def is_forwarded(address: str, own: str, status: StatusReply) -> bool:
     """Returns whether a program forwards the connections to the coordinator at `address`, as far as the addresses at both ends
     show it. `own`: this machine's address on the route there. A router that translates addresses does not count."""
-    near, seen = is_loopback(own), is_loopback(_host_of(status.caller))
+    near, seen = is_loopback(own), is_loopback(_strip_port(status.caller))
     return bool(own and status.caller) and (near != seen or (near and host_port(address)[1] != status.port))
 
 
 def check_tunnel(address: str, status: StatusReply, connect_s: float, round_trip_s: float) -> Finding:
     """`connect_s`: see `_connect_s`."""
     accepts = f"{address} accepts them in {1e3 * connect_s:.3g} ms, and " if math.isfinite(connect_s) else ""
-    return ok("tunnel", f"a program forwards connections to the server, which sees this machine as {_host_of(status.caller)}; "
+    return ok("tunnel",
+              f"a program forwards connections to the server, which sees this machine as {_strip_port(status.caller)}; "
                         f"{accepts}the server answers in {1e3 * round_trip_s:.3g} ms",
               round_trip_s=round_trip_s, **({"connect_s": connect_s} if accepts else {}))
 
 
-def _host_of(address: str) -> str:
+def _strip_port(address: str) -> str:
     return address.rpartition(":")[0].strip("[]")
 
 
@@ -177,7 +178,7 @@ def check_connection(server: ServerInfo, config: Config, keys: Keys | None, *, f
             return judge("carrier", f"gRPC streams at {streams}{blocked}", remedy, doubtful=tcp)
         problem = problem or error
     if problem:
-        return of_error("carrier", f"server {server.address} {problem}")
+        return failure_from_error("carrier", f"server {server.address} {problem}")
     offer = "accepts gRPC streams only" if streams else "accepts no gRPC streams"
     return fail("carrier", f"server {server.address} {offer}, but the setting carrier is \"{config.carrier}\"",
                 "use the same carrier setting on server and workers, or remove the setting")

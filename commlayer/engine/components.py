@@ -1,6 +1,7 @@
 """Defines the components of a session: the parts that are called at each step, and when plan or members of the job change.
 
-Components communicate with those of other ranks, so all ranks call them in the same order. The order depends only on `Order`,
+Components communicate with those of other ranks, so all ranks call them in the same order. The order depends only on
+`ComponentOrder`,
 not on the time at which a component was added.
 
 Components that only observe steps must not end training. `Components` reports the first error of each with its traceback, and
@@ -22,7 +23,7 @@ from commlayer.errors import CommError
 C = TypeVar("C")
 
 
-class Order(IntEnum):
+class ComponentOrder(IntEnum):
     """Order in which a job calls its components: first those that find lost members; then local steps begin or end; then loop
     and hooks adapt to the new sync mode; then come checks of what all ranks have done, components that might change the plan,
     and those that only measure under the plan. At the end the row of all components is sent."""
@@ -57,7 +58,7 @@ class Pending(IntEnum):
 class Component:
     """Base class of components: each method does nothing. All ranks make each call after the same step."""
 
-    order = Order.OTHER
+    order = ComponentOrder.OTHER
 
     def reads_sums(self) -> bool:
         """Returns True if `sums_arrived` reads the sums of the current step."""
@@ -186,7 +187,7 @@ class Components:
                 self._job.drop_call(error, generation)
                 break
             except Exception as error:
-                if each.order is Order.JOB:
+                if each.order is ComponentOrder.JOB:
                     raise
                 if each not in self._failed:
                     self._failed.add(each)

@@ -27,7 +27,7 @@ MOST_BLOCKS = 2048
 _launchers: dict[str, Launcher] = {}
 
 
-def serves(device: torch.device) -> bool:
+def has_kernels_for(device: torch.device) -> bool:
     """True: the CUDA kernels of this package process tensors on that device; False: the CPU kernels do."""
     return device.type == "cuda" or device.type in _launchers
 
@@ -67,7 +67,7 @@ def start(family: str, kernel: str, grid: int, *args: Argument, threads: int = T
     launcher(device).launch(family, kernel, grid, threads, args)
 
 
-def each(family: str, kernel: str, items: int, *args: Argument) -> None:
+def launch_over_items(family: str, kernel: str, items: int, *args: Argument) -> None:
     """Queues a kernel whose threads loop over `items`."""
     if items > 0:
         start(family, kernel, min(-(-items // THREADS), MOST_BLOCKS), *args)

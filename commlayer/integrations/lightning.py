@@ -14,7 +14,7 @@ from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.distributed.device_mesh import init_device_mesh
 
-from commlayer.errors import cause_of
+from commlayer.errors import exit_reason
 from commlayer.session import Session, attach
 
 
@@ -45,17 +45,17 @@ class _WithSession(ParallelStrategy):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         if self.session is not None:
-            self.session.checkpoint(beside(filepath), model=self.session.inspect.steps_locally)
+            self.session.checkpoint(residuals_folder(filepath), model=self.session.inspect.steps_locally)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **options: Any) -> dict[str, Any]:
-        self._resumes = beside(checkpoint_path)
+        self._resumes = residuals_folder(checkpoint_path)
         loaded: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **options)
         return loaded
 
     def remove_checkpoint(self, filepath: Any) -> None:
         super().remove_checkpoint(filepath)
-        shutil.rmtree(beside(filepath), ignore_errors=True)
+        shutil.rmtree(residuals_folder(filepath), ignore_errors=True)
 
     def on_validation_start(self) -> None:
         self._flush()
@@ -74,7 +74,7 @@ class _WithSession(ParallelStrategy):
             self.session.resume(self._resumes)
 
     def on_exception(self, exception: BaseException) -> None:
-        self._close(cause_of(exception))
+        self._close(exit_reason(exception))
         super().on_exception(exception)
 
     def teardown(self) -> None:
@@ -138,6 +138,6 @@ class CommlayerModelParallelStrategy(_WithSession, ModelParallelStrategy):
         return loaded
 
 
-def beside(checkpoint: Any) -> Path:
+def residuals_folder(checkpoint: Any) -> Path:
     """Returns the folder with the residuals of one of Lightning's checkpoints."""
     return Path(f"{checkpoint}.commlayer")

@@ -33,7 +33,7 @@ def log_to(session: Session, writer: Any, *, every: int = 10, prefix: str = "com
     >>> log = log_to(session, SummaryWriter())                                              # doctest: +SKIP
     >>> for batch in loader: ...; log(loss=loss)                                            # doctest: +SKIP
     """
-    write = writer_of(writer)
+    write = scalar_writer(writer)
     if every < 1:
         raise InvalidInput("E-ARGUMENT", f"every: got {every}, allowed: 1 or more steps")
 
@@ -44,7 +44,7 @@ def log_to(session: Session, writer: Any, *, every: int = 10, prefix: str = "com
     return log
 
 
-def writer_of(writer: Any) -> Callable[[Scalars, int], None]:
+def scalar_writer(writer: Any) -> Callable[[Scalars, int], None]:
     """Returns a function that writes a flat dict of one step."""
     if writer is None:
         return lambda values, step: None

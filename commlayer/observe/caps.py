@@ -53,10 +53,10 @@ class Hours(NamedTuple):
         return (minute - self.begin) % DAY_MIN < ((self.end - self.begin) % DAY_MIN or DAY_MIN)
 
 
-def hours_of(text: str, option: str = "--when", whole: str = "") -> Hours:
+def parse_hours(text: str, option: str = "--when", whole: str = "") -> Hours:
     """Reads a part of a day. `whole`: the option's value, for the error.
 
-    >>> hours_of("22:00-07:00")
+    >>> parse_hours("22:00-07:00")
     Hours(begin=1320, end=420)
     """
     try:
@@ -69,7 +69,7 @@ def hours_of(text: str, option: str = "--when", whole: str = "") -> Hours:
     return Hours(60 * begin.hour + begin.minute, 60 * end.hour + end.minute)
 
 
-def minute_of(now: datetime.datetime) -> int:
+def minute_of_day(now: datetime.datetime) -> int:
     return 60 * now.hour + now.minute
 
 
@@ -83,7 +83,7 @@ class Caps(NamedTuple):
     """
 
     def share(self, now: datetime.datetime) -> float:
-        return next((share for hours, share in self.shares if hours.contain(minute_of(now))), 1.0)
+        return next((share for hours, share in self.shares if hours.contain(minute_of_day(now))), 1.0)
 
     def monthly_bps(self, used: float, now: datetime.datetime) -> float:
         """Returns the average rate of both directions together, in bit/s, that uses up the cap at the end of the month.
@@ -111,17 +111,17 @@ def next_month(now: datetime.datetime) -> datetime.datetime:
     return datetime.datetime(now.year + now.month // 12, now.month % 12 + 1, 1)
 
 
-def caps_of(monthly: str = "", upload_share: str = "") -> Caps:
+def parse_caps(monthly: str = "", upload_share: str = "") -> Caps:
     """Reads the options --monthly and --upload-share.
 
-    >>> caps_of("200GB", "60%, 22:00-07:00=100%")
+    >>> parse_caps("200GB", "60%, 22:00-07:00=100%")
     Caps(monthly_nbytes=200000000000.0, shares=((Hours(begin=1320, end=420), 1.0), (Hours(begin=0, end=0), 0.6)))
     """
     shares, rest = list[tuple[Hours, float]](), list[tuple[Hours, float]]()
     for part in upload_share.split(",") if upload_share else ():
         hours, equals, share = part.rpartition("=")
         (shares if equals else rest).append((
-            hours_of(hours.strip(), "--upload-share", upload_share) if equals else Hours(0, 0),
+            parse_hours(hours.strip(), "--upload-share", upload_share) if equals else Hours(0, 0),
             _share(share.strip(), upload_share)))
     if len(rest) > 1:
         raise InvalidInput("E-CLI-OPTION", f"--upload-share {upload_share!r}: gives {len(rest)} shares of the whole day; "
@@ -163,15 +163,15 @@ class Month(Record, frozen=True):
     """`boot_s` when the clock was first seen to differ; 0 if it does not."""
 
     @property
-    def here(self) -> datetime.datetime:
+    def local_time(self) -> datetime.datetime:
         return datetime.datetime.fromtimestamp(self.at)
 
     @property
     def used(self) -> int:
         """Bytes that count for this month. Those of later months count, too: the clock was wrong then or is wrong now."""
-        return sum(nbytes for month, nbytes in self.months.items() if month >= f"{self.here:%Y-%m}")
+        return sum(nbytes for month, nbytes in self.months.items() if month >= f"{self.local_time:%Y-%m}")
 
-    def counted(self, nbytes: int, clock: float, boot_s: float) -> Month:
+    def after_traffic(self, nbytes: int, clock: float, boot_s: float) -> Month:
         """Returns the state after more bytes. `clock`: the time by the machine's clock."""
         expected = self.at + boot_s - self.boot_s
         doubted_s = self.doubted_s or boot_s
@@ -193,7 +193,7 @@ def count_traffic(nbytes: int) -> Month:
             if not try_lock(file.fileno(), LOCK_S):
                 raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
             month = msgspec.json.decode(text, type=complete(Month)) if (text := file.read().strip()) else Month()
-            month = month.counted(nbytes, time.time(), time.clock_gettime(BOOT))
+            month = month.after_traffic(nbytes, time.time(), time.clock_gettime(BOOT))
             os.pwrite(file.fileno(), msgspec.json.encode(month).ljust(FILE_NBYTES), 0)
             return month
     except OSError as error:

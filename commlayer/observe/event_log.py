@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from msgspec import structs
 
-from commlayer.observe.events import COORDINATOR, Event, Key, clean, encode, key_of
+from commlayer.observe.events import COORDINATOR, Event, Key, clean, encode, replacement_key
 
 MAX_RETAINED = 4096
 """Maximum number of keys whose last events a log keeps. A job of 256 workers has half as many."""
@@ -35,7 +35,8 @@ class EventLog:
 
     def __init__(self, rank: int = COORDINATOR, *, most: int = 1024, most_nbytes: int = 1 << 20, retains: bool = False,
                  clock: Callable[[], float] = time.time) -> None:
-        """`rank`: put into events that have no time yet. `retains`: keeps the last event of each key (key_of) when it would be
+        """`rank`: put into events that have no time yet. `retains`: keeps the last event of each key (replacement_key) when it
+        would be
         dropped, so a new reader still gets the complete state of the job."""
         self.rank, self.id = rank, secrets.token_hex(8)
         self._most, self._most_nbytes, self._retains, self._clock = most, most_nbytes, retains, clock
@@ -49,7 +50,7 @@ class EventLog:
     def append(self, event: Event) -> None:
         if not event.time:
             event = structs.replace(event, time=self._clock(), rank=self.rank)
-        line, key = encode(clean(event)), key_of(event) if self._retains else None
+        line, key = encode(clean(event)), replacement_key(event) if self._retains else None
         with self._lock:
             if key is not None:
                 self._retained.pop(key, None)

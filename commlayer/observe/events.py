@@ -327,7 +327,7 @@ def clean(event: E) -> E:
 Key = tuple[Any, ...]
 
 
-def key_of(event: Event) -> Key | None:
+def replacement_key(event: Event) -> Key | None:
     """Returns what an event describes. The next event with the same key replaces it in a view of the job. Returns None if
     events of this kind replace no other event."""
     match event:

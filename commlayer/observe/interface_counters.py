@@ -154,7 +154,7 @@ class InterfaceCounters:
         self._thread.join(1.0)
 
 
-def counters_of(interface: str) -> Counters | None:
+def counter_reader(interface: str) -> Counters | None:
     """Returns a function that reads the byte counters of that network interface. Returns None if no interface is known, or if
     the system is not Linux."""
     return partial(_counters, interface) if interface and COUNTERS.exists() else None

@@ -140,7 +140,7 @@ class LinkWatch(Record, frozen=True):
         """True: in the latest steps each node received at about its planned rate, and none sent faster than planned, so links
         have their planned rates."""
         latest = self.seen[-SETTLED:]
-        ratios = [[PAYLOAD * _carried(latest, node, direction) / planned[direction] for direction in DIRECTIONS]
+        ratios = [[PAYLOAD * _median_rate(latest, node, direction) / planned[direction] for direction in DIRECTIONS]
                   for node, planned in enumerate(self.planned)]
         return self.settled and all(up <= MORE and CONFIRMED <= down <= MORE for up, down in ratios)
 
@@ -154,11 +154,11 @@ class LinkWatch(Record, frozen=True):
             return LinkWatch(self.planned), None
         longer_s = row.step_s - self.usual_s
         after = structs.replace(self, long_rows=self.long_rows + 1, long_cost_s=self.long_cost_s + longer_s)
-        if self._fallen((row,)) == self.planned or row.waited_s - self.waited_s < EXPLAINED * longer_s:
+        if self._lowered_rates((row,)) == self.planned or row.waited_s - self.waited_s < EXPLAINED * longer_s:
             return structs.replace(after, slow=(), slow_cost_s=0.0), None
         after = structs.replace(after, slow=(*self.slow, row)[-IN_A_ROW:], slow_cost_s=self.slow_cost_s + longer_s)
         least_s = COST_S if len(after.slow) == IN_A_ROW else self._plenty_s
-        if after.slow_cost_s < least_s or (lowered := self._fallen(after.slow)) == self.planned:
+        if after.slow_cost_s < least_s or (lowered := self._lowered_rates(after.slow)) == self.planned:
             return after, None
         return structs.replace(after, slow=(), slow_cost_s=0.0), lowered
 
@@ -171,22 +171,22 @@ class LinkWatch(Record, frozen=True):
         # Nodes receive what nodes send; a difference shows foreign traffic, for example of a disk at the same site.
         if not self.settled or max(sent, received) > MORE * min(sent, received):
             return self.planned
-        received_bps = [PAYLOAD * _carried(latest, node, DOWN) for node in range(len(self.planned))]
+        received_bps = [PAYLOAD * _median_rate(latest, node, DOWN) for node in range(len(self.planned))]
         return tuple(planned._replace(down_bps=bps) if bps > MORE * planned.down_bps else planned
                      for planned, bps in zip(self.planned, received_bps, strict=True))
 
-    def _fallen(self, rows: Sequence[SeenStep]) -> tuple[Rates, ...]:
+    def _lowered_rates(self, rows: Sequence[SeenStep]) -> tuple[Rates, ...]:
         """Returns the planned rates, lowered where these slow steps show slower links."""
         return tuple(Rates(*(self._lower(rows, node, direction) for direction in DIRECTIONS))
                      for node in range(len(self.planned)))
 
     def _lower(self, rows: Sequence[SeenStep], node: int, direction: int) -> float:
         planned_bps = self.planned[node][direction]
-        bps, factor = _carried(rows, node, direction), FACTOR if self.settled else UNUSUAL
-        usual_bps = _carried(self.seen, node, direction) if self.settled else planned_bps
+        bps, factor = _median_rate(rows, node, direction), FACTOR if self.settled else UNUSUAL
+        usual_bps = _median_rate(self.seen, node, direction) if self.settled else planned_bps
         # Results arrive no faster than the slowest node sends, and busy machines send slowly. A download that is not clearly
         # slower than that shows nothing about its link.
-        if direction == DOWN and factor * bps >= min(_carried(rows, each, UP) for each in range(len(self.planned))):
+        if direction == DOWN and factor * bps >= min(_median_rate(rows, each, UP) for each in range(len(self.planned))):
             return planned_bps
         if not (0 < factor * PAYLOAD * bps < planned_bps and factor * bps < usual_bps):
             return planned_bps
@@ -195,7 +195,7 @@ class LinkWatch(Record, frozen=True):
         return PAYLOAD * bps if busy_s * (1 - bps / usual_bps) >= EXPLAINED * longer_s else planned_bps
 
 
-def _carried(rows: Sequence[SeenStep], node: int, direction: int) -> float:
+def _median_rate(rows: Sequence[SeenStep], node: int, direction: int) -> float:
     return _median(row.nodes[node][direction].bps for row in rows)
 
 
@@ -215,12 +215,12 @@ def slower(a: Sequence[Rates], b: Sequence[Rates]) -> bool:
     return any(x < y for one, other in zip(a, b, strict=True) for x, y in zip(one, other, strict=True))
 
 
-def spelled(rates: Sequence[Rates], names: Sequence[str] = ()) -> str:
+def format_rates(rates: Sequence[Rates], names: Sequence[str] = ()) -> str:
     """Formats the rates of the nodes in Mb/s; one pair if all are equal.
 
-    >>> spelled([Rates(1.734e9, 20e6)])
+    >>> format_rates([Rates(1.734e9, 20e6)])
     '1734/20 Mb/s up/down'
-    >>> spelled([Rates(20e6, 100e6), Rates(10e6, 50e6)], ["ann", "ben"])
+    >>> format_rates([Rates(20e6, 100e6), Rates(10e6, 50e6)], ["ann", "ben"])
     'ann 20/100, ben 10/50 Mb/s up/down'
     """
     each = [f"{megabits(r.up_bps)}/{megabits(r.down_bps)}" for r in rates]

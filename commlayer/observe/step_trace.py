@@ -14,7 +14,7 @@ STEPS_KEPT = 64
 LANES = {"node": "intra", "net": "network", "all": "network", EXCHANGE: "network"}
 
 
-class Event(NamedTuple):
+class TraceEvent(NamedTuple):
     """An activity from start_s to end_s, in seconds since the step began."""
 
     op: str
@@ -46,7 +46,7 @@ class RecordedStep(NamedTuple):
     """Maps a tensor's number to the time at which its gradient became final."""
     marks: dict[str, float]
     """Times of three events: "backward" (end of the backward pass), "summed" (all buckets received), "end"."""
-    events: list[Event]
+    events: list[TraceEvent]
 
 
 class Recorder:
@@ -124,8 +124,8 @@ class Recorder:
         if self.on:
             self._raw.append((op, bucket, start, time.perf_counter(), nbytes))
 
-    def events(self) -> list[Event]:
+    def events(self) -> list[TraceEvent]:
         """Returns the events of the present step, in order of their start."""
-        events = [Event(op, bucket, start - self._begin, end - self._begin, nbytes)
+        events = [TraceEvent(op, bucket, start - self._begin, end - self._begin, nbytes)
                  for op, bucket, start, end, nbytes in self._raw]
         return sorted(events, key=attrgetter("start_s"))

@@ -13,17 +13,17 @@ import msgspec
 
 from commlayer.errors import RecordError
 from commlayer.files import write_whole
-from commlayer.observe.step_trace import NO_BUCKET, Event
+from commlayer.observe.step_trace import NO_BUCKET, TraceEvent
 from commlayer.records import Record, complete
 
 STEP = "step"
 
 
-class Seen(NamedTuple):
+class MeasuredRank(NamedTuple):
     """The recorded steps of one rank."""
 
     node: int
-    steps: Sequence[Sequence[Event]]
+    steps: Sequence[Sequence[TraceEvent]]
 
 
 class OpDeviation(Record, frozen=True):
@@ -64,13 +64,13 @@ Cell = dict[tuple[str, int], float]
 """Maps (operation, bucket) to seconds on one node."""
 
 
-def rows_of(seen: Sequence[Seen], predicted: Mapping[int, Sequence[Event]]) -> tuple[OpDeviation, ...]:
+def compare_operations(seen: Sequence[MeasuredRank], predicted: Mapping[int, Sequence[TraceEvent]]) -> tuple[OpDeviation, ...]:
     """Returns one row per measured operation. `predicted`: events by node, empty without a prediction.
 
     A node's time is that of its slowest rank, for which the node waits. The time of several steps is their median.
     """
     nodes = sorted({s.node for s in seen})
-    measured = {node: _slowest([_of_rank(s.steps) for s in seen if s.node == node]) for node in nodes}
+    measured = {node: _slowest([_rank_totals(s.steps) for s in seen if s.node == node]) for node in nodes}
     foreseen = {node: _totals(predicted.get(node, ())) for node in nodes}
     return tuple(_row(op, measured, foreseen, known=bool(predicted)) for op in _ops(measured, foreseen))
 
@@ -95,12 +95,12 @@ def _ops(measured: Mapping[int, Cell], foreseen: Mapping[int, Cell]) -> list[str
     return sorted(ops, key=lambda op: op == STEP)
 
 
-def _of_rank(steps: Iterable[Sequence[Event]]) -> Cell:
+def _rank_totals(steps: Iterable[Sequence[TraceEvent]]) -> Cell:
     totals = [_totals(sorted(events, key=attrgetter("start_s"))) for events in steps]
     return {key: median(total.get(key, 0.0) for total in totals) for key in dict.fromkeys(k for t in totals for k in t)}
 
 
-def _totals(events: Iterable[Event]) -> Cell:
+def _totals(events: Iterable[TraceEvent]) -> Cell:
     """Sums the seconds of each operation and bucket: an operation may run several times for a bucket."""
     total: Cell = {}
     for event in events:
@@ -112,14 +112,14 @@ def _slowest(ranks: Sequence[Cell]) -> Cell:
     return {key: max(rank.get(key, 0.0) for rank in ranks) for key in dict.fromkeys(k for r in ranks for k in r)}
 
 
-Lanes = Mapping[str, Sequence[Event]]
+Lanes = Mapping[str, Sequence[TraceEvent]]
 KEY = "commlayer"
 """Key of the comparison in a trace's `otherData`, which viewers ignore."""
 
 
-def by_lane(events: Iterable[Event]) -> dict[str, list[Event]]:
+def by_lane(events: Iterable[TraceEvent]) -> dict[str, list[TraceEvent]]:
     """Groups events by lane, in the order in which lanes are first used."""
-    lanes: dict[str, list[Event]] = {}
+    lanes: dict[str, list[TraceEvent]] = {}
     for event in sorted(events, key=attrgetter("start_s")):
         lanes.setdefault(event.lane, []).append(event)
     return lanes
@@ -160,9 +160,9 @@ def read_comparison(path: Path) -> Comparison:
                           "a file") from None
 
 
-def _rows(events: Sequence[Event]) -> list[list[Event]]:
+def _rows(events: Sequence[TraceEvent]) -> list[list[TraceEvent]]:
     """Distributes events over as few rows as possible; events in a row do not overlap."""
-    rows: list[list[Event]] = []
+    rows: list[list[TraceEvent]] = []
     for event in sorted(events, key=attrgetter("start_s", "end_s")):
         free = next((row for row in rows if row[-1].end_s <= event.start_s), None)
         if free is None:
@@ -172,7 +172,7 @@ def _rows(events: Sequence[Event]) -> list[list[Event]]:
     return rows
 
 
-def _span(event: Event, process: int, thread: int) -> dict[str, Any]:
+def _span(event: TraceEvent, process: int, thread: int) -> dict[str, Any]:
     whose = {} if event.bucket == NO_BUCKET else {"bucket": event.bucket, "nbytes": event.nbytes}
     name = event.op if event.bucket == NO_BUCKET else f"{event.op} {event.bucket}"
     return {"name": name, "cat": event.op, "ph": "X", "pid": process, "tid": thread,

@@ -56,7 +56,7 @@ class LANS(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            for parameters in _alike(type(self).__name__, group["params"]):
+            for parameters in _group_by_kind(type(self).__name__, group["params"]):
                 self._update(group, parameters)
         return loss
 
@@ -149,7 +149,7 @@ def _pair(value: Any) -> bool:
     return isinstance(value, Sequence) and len(value) == 2
 
 
-def _alike(name: str, parameters: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+def _group_by_kind(name: str, parameters: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     """Yields lists of parameters with equal device and dtype, in order. Parameters without a gradient are left out."""
     by_kind = defaultdict(list)
     for p in parameters:

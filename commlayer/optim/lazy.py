@@ -98,7 +98,7 @@ class LazyOptimizer(Optimizer):
             addresses.add(p.data_ptr())
             core().huge_pages(flat(p))
         if "stamp" not in state and self._changes_untouched(group):
-            stamp = torch.zeros(groups_of(p), dtype=torch.uint8)
+            stamp = torch.zeros(count_groups(p), dtype=torch.uint8)
             state.update(stamp=stamp, rows=self._no_steps, lazy_steps=0, sweep_position=0)
         if "stamp" not in state:
             self._touch(group, p, entries, None)
@@ -110,7 +110,7 @@ class LazyOptimizer(Optimizer):
             memo[key] = before, self._advance(group, before, number)[:ROWS]
         state["rows"] = memo[key][1]
         state["lazy_steps"] += 1
-        size = -(-groups_of(p) // group["lag"]) * GROUP
+        size = -(-count_groups(p) // group["lag"]) * GROUP
         low, high = state["sweep_position"], min(p.numel(), state["sweep_position"] + size)
         self._catch_up_range(p, low, high, self._table(state["rows"], memo))
         state["sweep_position"] = 0 if high == p.numel() else high
@@ -198,7 +198,7 @@ class LazyOptimizer(Optimizer):
         raise NotImplementedError
 
 
-def groups_of(p: torch.Tensor) -> int:
+def count_groups(p: torch.Tensor) -> int:
     return -(-p.numel() // GROUP)
 
 

@@ -92,7 +92,8 @@ def family_of(optimizer: Any) -> Family:
     """
     for _ in range(DEEPEST):
         family = _named(type(optimizer))
-        inner = next((each for name in INSIDE if hasattr(each := getattr(optimizer, name, None), "param_groups")), None)
+        inner = next((launch_over_items for name in INSIDE
+                      if hasattr(launch_over_items := getattr(optimizer, name, None), "param_groups")), None)
         if inner is None or inner is optimizer:
             return family
         optimizer = inner
@@ -102,7 +103,7 @@ def family_of(optimizer: Any) -> Family:
 def _named(kind: type) -> Family:
     """Classifies an optimizer class by its name or the name of a base class, so Adam8bit and FusedAdam are Adam."""
     families: list[tuple[Family, tuple[str, ...]]] = [("muon", MUON), ("lion", LION), ("adam", ADAM), ("sgd", SGD)]
-    for name in (each.__name__.lower() for each in kind.__mro__):
+    for name in (launch_over_items.__name__.lower() for launch_over_items in kind.__mro__):
         for family, words in families:
             if any(word in name for word in words):
                 return family

@@ -26,7 +26,7 @@ parameters."""
 HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
-def values_of(group: Mapping[str, Any]) -> Group:
+def copy_hyperparameters(group: Mapping[str, Any]) -> Group:
     """Returns a copy of a group's current hyperparameters. Tensors are cloned, because schedules change them in place."""
     return {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in group.items() if k != "params"}
 
@@ -44,18 +44,18 @@ def step_piece(optimizer: Optimizer, groups: Sequence[Group]) -> None:
 def _plain_step(kind: type) -> Callable[..., Any]:
     """Returns the class's step() without torch's wrapper, which calls the hooks."""
     step: Callable[..., Any] = kind.step  # type: ignore[attr-defined]
-    return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[attr-defined]
+    return step.__wrapped__ if getattr(step, "calls_step_hooks", False) else step  # type: ignore[attr-defined]
 
 
-def hooked(optimizer: Any) -> bool:
+def calls_step_hooks(optimizer: Any) -> bool:
     """True: the optimizer calls hooks before and after its steps. (A wrapper can be an Optimizer by type but lack hooks.)"""
     return isinstance(optimizer, Optimizer) and all(hook in vars(optimizer) for hook in HOOKS)
 
 
-def indivisible(optimizer: Any) -> str:
+def why_indivisible(optimizer: Any) -> str:
     """Returns the reason why the optimizer cannot be stepped in pieces; "" if it can."""
     name = type(optimizer).__name__
-    if not hooked(optimizer):
+    if not calls_step_hooks(optimizer):
         return f"{name} is not a torch.optim.Optimizer that calls step hooks: pass the optimizer that it wraps"
     step = vars(optimizer).get("step")
     if step is not None and not hasattr(step, "_wrapped_by_lr_sched"):
@@ -74,7 +74,7 @@ def indivisible(optimizer: Any) -> str:
 def _try(optimizer: Optimizer) -> str:
     """Steps two small copies, one completely and one in pieces. Returns how the results differ; "" if they are equal."""
     whole, parts = _small(optimizer), _small(optimizer)
-    before = [values_of(group) for group in whole.param_groups]
+    before = [copy_hyperparameters(group) for group in whole.param_groups]
     generator = torch.Generator().manual_seed(0)
     for number in range(ROUNDS):
         pairs = list(zip(_parameters(whole), _parameters(parts), strict=True))
@@ -89,13 +89,13 @@ def _try(optimizer: Optimizer) -> str:
         rest = {id(q) for (_, q), wait in zip(pairs, later, strict=True) if wait}
         for p, q in pairs:
             q.grad = _copy(p.grad) if id(q) in rest else None
-        groups = [{**values_of(g), "params": [q for q in g["params"] if id(q) in rest]} for g in parts.param_groups]
+        groups = [{**copy_hyperparameters(g), "params": [q for q in g["params"] if id(q) in rest]} for g in parts.param_groups]
         step_piece(parts, [group for group in groups if group["params"]])
     if not all(torch.equal(p, q) for p, q in zip(_parameters(whole), _parameters(parts), strict=True)):
         return "mixes parameters, or counts its own steps: stepping in pieces results in different weights"
-    if not _alike([whole.state.get(p) for p in _parameters(whole)], [parts.state.get(q) for q in _parameters(parts)]):
+    if not _equal_values([whole.state.get(p) for p in _parameters(whole)], [parts.state.get(q) for q in _parameters(parts)]):
         return "mixes parameters, or counts its own steps: stepping in pieces results in a different state"
-    if not _alike(before, [values_of(group) for group in whole.param_groups]):
+    if not _equal_values(before, [copy_hyperparameters(group) for group in whole.param_groups]):
         return "changes its own param_groups in a step"
     return ""
 
@@ -129,7 +129,7 @@ def _copy(tensor: torch.Tensor | None) -> torch.Tensor | None:
     return None if tensor is None else tensor.clone()
 
 
-def _alike(one: Any, other: Any) -> bool:
+def _equal_values(one: Any, other: Any) -> bool:
     """Returns True if two nested values are equal, bit for bit."""
     (leaves, structure), (others, other_structure) = tree_flatten(one), tree_flatten(other)
     return bool(structure == other_structure and all(

@@ -14,13 +14,13 @@ from commlayer.errors import InvalidInput
 from commlayer.planner.buckets import default_plan
 from commlayer.planner.convergence import NONE, measured_noise, one_worker_factor
 from commlayer.planner.costs import Prices, plan_excess
-from commlayer.planner.data.noise import noise_of
+from commlayer.planner.data.noise import find_noise
 from commlayer.planner.data.tables import gpus, job_speed
 from commlayer.planner.inputs import checked_inputs
-from commlayer.planner.model import DENSE, NO_LIMIT, Cluster, Line, Link, Node, Policy, Profile, Question
+from commlayer.planner.model import DENSE, NO_LIMIT, Cluster, LinearCost, Link, Node, Policy, Profile, Question
 from commlayer.planner.plan_rules import main_codec, sync_mode
 from commlayer.planner.search.plan_search import PAYS, plan
-from commlayer.planner.simulation import bucket_template, hosts_of, step_seconds
+from commlayer.planner.simulation import bucket_template, server_hosts, step_seconds
 from commlayer.planner.tensors import sent_numel
 from commlayer.records import MAX_BUCKET_NBYTES, Job, Plan, Record, Timing
 
@@ -175,7 +175,7 @@ def noise_range(question: Question) -> tuple[Question, Question]:
     """The question with the noise scale of small models, and with an unlimited one, if the job's own is unknown; else the
     question twice."""
     job = question.job
-    if noise_of(job):
+    if find_noise(job):
         return question, question
     least = measured_noise(question.profile.learning, question.policy.optimizer)
     low, high = (structs.replace(job, timing=structs.replace(job.timed, noise_scale=(job.batch or 1) * noise))
@@ -206,7 +206,7 @@ def planned_rows(planned: Plan, question: Question, synchronous: Plan | None = N
 def busiest_nbytes(plan: Plan, question: Question) -> float:
     """Bytes that the training machine with most traffic sends and receives per step, without headers."""
     cluster, nbytes = question.cluster, dict[str, float]()
-    prices = Prices(cluster, question.profile, hosts_of(plan, cluster))
+    prices = Prices(cluster, question.profile, server_hosts(plan, cluster))
     links = {f"{end}:{node.name}": bps for node in cluster.nodes if node.ranks
              for end, bps in (("up", node.link.up_bps), ("down", node.link.down_bps))}
     for bucket in plan.buckets:
@@ -238,7 +238,7 @@ def one_machine(question: Question) -> list[Baseline]:
         if 0 < node.ranks < cluster.ranks:
             computing_s, others = (timing.forward_s + timing.backward_s) / node.speed, cluster.ranks / node.ranks
             candidates.append(Baseline(ALONE, computing_s * others + timing.update_s / node.speed, node=node.name))
-            steps = one_worker_factor(profile.learning, policy.optimizer, others, noise_of(job), job.numel)
+            steps = one_worker_factor(profile.learning, policy.optimizer, others, find_noise(job), job.numel)
             if steps and policy.objective == "loss":
                 candidates.append(Baseline(ALONE, computing_s + timing.update_s / node.speed, steps, steps, node.name))
     return [min(candidates, key=attrgetter("to_loss_s"))] if candidates else []
@@ -248,7 +248,7 @@ def ddp_fp16_s(question: Question) -> float:
     """Step time with an all-reduce of fp16 values, modeled as fp32 over links twice as fast. The conversion counts as free."""
     cluster, profile = question.cluster, question.profile
     nodes = tuple(structs.replace(node, intra_bps=2 * node.intra_bps, link=node.link.scaled(2)) for node in cluster.nodes)
-    halved = {name: Line(line.floor_s, line.slope_s / 2, line.error)
+    halved = {name: LinearCost(line.floor_s, line.slope_s / 2, line.error)
               for name, line in (("inside", profile.inside), ("across", profile.across))}
     faster = question._replace(cluster=structs.replace(cluster, nodes=nodes), profile=structs.replace(profile, **halved))
     return step_seconds(_ddp_plan(question), faster)
@@ -338,7 +338,7 @@ def what_if(
     added one by one, the number of nodes (copies of the last node), the GPU of all nodes. A profile must cover all clusters."""
     question = checked_inputs(job, cluster, profile, policy)
     variants = {
-        "bandwidth": [(rate_text(bps), bps, at_rate(cluster, bps)) for bps in bandwidths],
+        "bandwidth": [(rate_text(bps), bps, with_link_rate(cluster, bps)) for bps in bandwidths],
         "add_node": _clusters_with_more_nodes(cluster, add_nodes) if add_nodes else [],
         "nodes": [(f"{count} nodes", float(count), _cluster_of_count(cluster, count)) for count in counts],
         "gpu": [(name, float(i), _with_gpu(cluster, name, job.timing)) for i, name in enumerate(gpus)],
@@ -361,12 +361,12 @@ def _break_even(points: Sequence[Point], question: Question) -> float | None:
     low, high = points[paying[-1]].x, points[paying[-1] + 1].x
     for _ in range(HALVINGS):
         middle = math.sqrt(low * high)
-        pays = point("", middle, question._replace(cluster=at_rate(question.cluster, middle))).gain > 1 + PAYS
+        pays = point("", middle, question._replace(cluster=with_link_rate(question.cluster, middle))).gain > 1 + PAYS
         low, high = (middle, high) if pays else (low, middle)
     return math.sqrt(low * high)
 
 
-def at_rate(cluster: Cluster, bps: float) -> Cluster:
+def with_link_rate(cluster: Cluster, bps: float) -> Cluster:
     """A copy of the cluster with every training node's link at `bps` in both directions; latencies stay."""
     if not LEAST_BPS <= bps <= MOST_BPS:
         raise InvalidInput("E-PLAN-QUESTION", f"bandwidth: got {bps:g} bit/s, allowed: {LEAST_BPS:g} to {MOST_BPS:g}")

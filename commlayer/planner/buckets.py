@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 
 from commlayer.codec_spec import parse_spec
 from commlayer.errors import InvalidInput
-from commlayer.planner.tensors import DOUBLE, all_reduce_doubles, codec_and_shape, is_buffer, is_sparse, row_of
+from commlayer.planner.tensors import DOUBLE, all_reduce_doubles, codec_and_shape, is_buffer, is_sparse, row_size
 from commlayer.records import MAX_BUCKET_NBYTES, MAX_TENSORS_PER_BUCKET, Bucket, Job, Plan, Slice
 
 ELEMENT_NBYTES = 4
@@ -118,7 +118,7 @@ def _by_fragment(groups: Sequence[tuple[Slice, ...]], sizes: Sequence[int], host
     pieces = [_SizedSlices(group, size) for group, size in zip(groups, sizes, strict=True)]
     chosen, loads = [0] * len(sizes), [0] * hosts
     # Callers check that the plan has enough buckets for its fragments.
-    for places in fragments_of(pieces, min(fragments, len(pieces))):
+    for places in divide_into_fragments(pieces, min(fragments, len(pieces))):
         order = sorted(range(hosts), key=loads.__getitem__)
         for place, number in zip(places, largest_first([sizes[i] for i in places], hosts), strict=True):
             chosen[place] = order[number]
@@ -201,8 +201,8 @@ def fuse(
         nbytes = info.numel * ELEMENT_NBYTES
         # A whole tensor uses one server's links; a cut one uses several servers' links in parallel.
         parts, row = max(-(-info.numel // (cut_nbytes // ELEMENT_NBYTES)), min(servers, nbytes // spread_nbytes)), 1
-        if matrix_nbytes and len(info.shape) > 1 and not info.buffer and row_of(info.shape) * ELEMENT_NBYTES <= matrix_nbytes:
-            row = max(row_of(info.shape), 1)
+        if matrix_nbytes and len(info.shape) > 1 and not info.buffer and row_size(info.shape) * ELEMENT_NBYTES <= matrix_nbytes:
+            row = max(row_size(info.shape), 1)
             parts = -(-info.numel // (matrix_nbytes // ELEMENT_NBYTES // row * row))
         if parts > 1:
             for part in cut_tensor(tensor, info.numel, parts, row):
@@ -233,7 +233,7 @@ def _check(path: str, servers: int, ranks_per_node: int, cut_nbytes: int) -> Non
         raise InvalidInput("E-PLAN-INPUT", f"cut_nbytes: got {cut_nbytes}, allowed: at least {ELEMENT_NBYTES}, one element")
 
 
-class Limits(NamedTuple):
+class BucketLimits(NamedTuple):
     """Size limits for turning tensors into buckets."""
 
     fuse_nbytes: int
@@ -256,37 +256,38 @@ KIB, MIB = 1 << 10, 1 << 20
 MOST_BUCKETS = 100
 """Approximate limit for the number of buckets, since each costs planning time and run time. Size limits grow with the model to
 keep it."""
-TRIED = (Limits(256 * KIB, 2 * MIB), Limits(MIB, 4 * MIB), Limits(4 * MIB, 16 * MIB), Limits(25 * MIB, 100 * MIB))
+TRIED = (BucketLimits(256 * KIB, 2 * MIB), BucketLimits(MIB, 4 * MIB), BucketLimits(4 * MIB, 16 * MIB),
+         BucketLimits(25 * MIB, 100 * MIB))
 """The size limits that the planner tries: from small buckets, which start early, to large ones, which pay latency and fixed
 costs less often."""
 
 
 def limits(
     job: Job, most: int = MAX_BUCKET_NBYTES, *, matrices: bool = False, small: bool = True,
-) -> tuple[Limits, ...]:
+) -> tuple[BucketLimits, ...]:
     """Distinct size limits worth trying for a model of this size. `most`: largest bucket in bytes.
 
     `small`: True also tries one bucket per tensor, as in Espresso. For dozens of biases these buckets cost more than the model
     predicts.
     """
     floor = job.numel * ELEMENT_NBYTES // MOST_BUCKETS
-    tried = (Limits(min(max(a, floor), most), min(max(b, floor), most)) for a, b, _ in TRIED)
-    alone = [Limits(0, most)] if small and len(job.tensors) <= MOST_BUCKETS * 2 else []
+    tried = (BucketLimits(min(max(a, floor), most), min(max(b, floor), most)) for a, b, _ in TRIED)
+    alone = [BucketLimits(0, most)] if small and len(job.tensors) <= MOST_BUCKETS * 2 else []
     kept = most if matrices else 0
     return tuple(dict.fromkeys([limit._replace(matrix_nbytes=kept) for limit in (*tried, *alone)]))
 
 
-def groups(job: Job, limit: Limits) -> list[tuple[Slice, ...]]:
+def groups(job: Job, limit: BucketLimits) -> list[tuple[Slice, ...]]:
     """The slices of each bucket, in the order in which backward finishes them; buffers last."""
     unsorted = list(fuse(job, limit.fuse_nbytes, limit.fuse_nbytes, limit.cut_nbytes, 1, False, limit.matrix_nbytes))
     return sorted(unsorted, key=lambda group: (is_buffer(job, group), readiness(job, group), -min(s.tensor for s in group),
                                            group[0].start))
 
 
-def between(group: Sequence[Slice], start: int, stop: int) -> tuple[Slice, ...]:
+def slices_between(group: Sequence[Slice], start: int, stop: int) -> tuple[Slice, ...]:
     """Slices of elements [start, stop) of a bucket.
 
-    >>> between((Slice(3, 0, 10), Slice(4, 5, 9)), 8, 13)
+    >>> slices_between((Slice(3, 0, 10), Slice(4, 5, 9)), 8, 13)
     (Slice(tensor=3, start=8, stop=10), Slice(tensor=4, start=5, stop=8))
     """
     parts = []
@@ -302,7 +303,7 @@ def between(group: Sequence[Slice], start: int, stop: int) -> tuple[Slice, ...]:
     return tuple(parts)
 
 
-def contents_of(job: Job, group: tuple[Slice, ...]) -> Contents:
+def classify_contents(job: Job, group: tuple[Slice, ...]) -> Contents:
     if job.tensors[group[0].tensor].dtype == DOUBLE:
         return Contents.DOUBLES
     if is_buffer(job, group):
@@ -317,7 +318,7 @@ def readiness(job: Job, group: tuple[Slice, ...]) -> float:
     return job.timing.backward_s if is_buffer(job, group) else max(job.timing.ready_s[s.tensor] for s in group)
 
 
-class Cut(Protocol):
+class CutBucket(Protocol):
     """A bucket, or a group of slices that becomes a bucket."""
 
     @property
@@ -326,7 +327,7 @@ class Cut(Protocol):
     def numel(self) -> int: ...
 
 
-def fragments_of(buckets: Sequence[Cut], count: int) -> list[list[int]]:
+def divide_into_fragments(buckets: Sequence[CutBucket], count: int) -> list[list[int]]:
     """Divides the plan's buckets into `count` contiguous fragments, balanced by elements: a list of bucket indices for each.
     ValueError if there are too few buckets.
 
@@ -357,7 +358,7 @@ def most_fragments(count: int, every: int, buckets: int) -> int:
     return max(number for number in range(1, max(1, min(count, buckets)) + 1) if every % number == 0)
 
 
-def ranges_of(buckets: Iterable[Cut]) -> dict[int, list[tuple[int, int]]]:
+def tensor_ranges(buckets: Iterable[CutBucket]) -> dict[int, list[tuple[int, int]]]:
     """Maps each tensor's index to the element ranges that these buckets hold; adjacent ranges are joined."""
     by_tensor: dict[int, list[tuple[int, int]]] = {}
     for s in sorted((s for bucket in buckets for s in bucket.slices), key=attrgetter("tensor", "start")):

@@ -15,14 +15,25 @@ from msgspec import structs
 
 from commlayer.errors import InvalidInput
 from commlayer.planner.convergence import NONE, Excess, Recipe, excess
-from commlayer.planner.data.noise import noise_of
-from commlayer.planner.model import ZERO, Cluster, CodecCost, Group, Line, Node, Profile, Question, bare, equal_node_groups
+from commlayer.planner.data.noise import find_noise
+from commlayer.planner.model import (
+    ZERO,
+    Cluster,
+    CodecCost,
+    Group,
+    LinearCost,
+    Node,
+    Profile,
+    Question,
+    bare,
+    equal_node_groups,
+)
 from commlayer.planner.problem import Network, Task, Template
-from commlayer.planner.tree import CODING, Op, Path, parse, spell, uses_server
+from commlayer.planner.tree import CODING, Op, Path, format_path, parse, uses_server
 from commlayer.records import Job, Plan, Slice
 
 
-class Traffic(NamedTuple):
+class CollectiveTraffic(NamedTuple):
     """One collective among n members: number of messages in sequence, and how often a member's bytes cross its link."""
 
     messages: float
@@ -34,18 +45,18 @@ def _rounds(n: int) -> int:
     return (n - 1).bit_length()
 
 
-def traffic_of(name: str, n: int) -> Traffic:
+def collective_traffic(name: str, n: int) -> CollectiveTraffic:
     match name:
         case "allreduce":
-            return Traffic(2 * (n - 1), 2 * (n - 1) / n)
+            return CollectiveTraffic(2 * (n - 1), 2 * (n - 1) / n)
         case "reduce_scatter" | "alltoall":
-            return Traffic(n - 1, (n - 1) / n)
+            return CollectiveTraffic(n - 1, (n - 1) / n)
         case "allgather":
-            return Traffic(n - 1, n - 1)
+            return CollectiveTraffic(n - 1, n - 1)
         case "gather":
-            return Traffic(_rounds(n), n - 1)
+            return CollectiveTraffic(_rounds(n), n - 1)
         case _:  # reduce, broadcast
-            return Traffic(_rounds(n), min(n - 1, 1))
+            return CollectiveTraffic(_rounds(n), min(n - 1, 1))
 
 
 def uplink_passes(name: str, n: int, per_node: int) -> float:
@@ -62,11 +73,11 @@ def uplink_passes(name: str, n: int, per_node: int) -> float:
         return per_node * outside / n
     if name == "gather":
         return float(outside)
-    return traffic_of(name, n).passes
+    return collective_traffic(name, n).passes
 
 
 FLOAT_NBYTES = 4
-FLOATS = Line(0.0, FLOAT_NBYTES)
+FLOATS = LinearCost(0.0, FLOAT_NBYTES)
 FIRST_HALVES = ("reduce_scatter", "alltoall", "reduce", "gather")
 
 
@@ -89,7 +100,7 @@ class RankData:
     """Number of payloads; 0: uncompressed floats."""
     each: float = 1.0
     """Fraction of the bucket in one payload."""
-    size: Line = ZERO
+    size: LinearCost = ZERO
     """Bytes of one payload."""
     flows: int = 1
     coder: str = "gpu"
@@ -98,7 +109,7 @@ class RankData:
     """Maps the scope of a scatter-type collective whose gather is still to come to its number of members."""
 
     @property
-    def nbytes(self) -> Line:
+    def nbytes(self) -> LinearCost:
         return self.size * self.pieces if self.pieces else FLOATS.part(self.part)
 
 
@@ -135,28 +146,29 @@ class PathTasks:
                     self._results(op, path[place + 1 :], emit)
                 case _, "node":
                     for g in self.workers:
-                        self._inside(op, g)
+                        self._add_node_collective(op, g)
                 case _:
-                    self._across(op)
+                    self._add_global_collective(op)
         # A bucket's fixed cost is charged to the first tasks, those that wait for none.
         for i, task in enumerate(self.tasks):
             if not task.after and task.lanes:
                 lane, seconds = task.lanes[0]
-                self.tasks[i] = task._replace(lanes=((lane, seconds + Line(profile.bucket_s)), *task.lanes[1:]))
+                self.tasks[i] = task._replace(lanes=((lane, seconds + LinearCost(profile.bucket_s)), *task.lanes[1:]))
 
     def _add(
-        self, op: str, lanes: Sequence[tuple[str, Line]], after: tuple[int, ...], latency: Line = ZERO, nbytes: Line = ZERO,
+        self, op: str, lanes: Sequence[tuple[str, LinearCost]], after: tuple[int, ...], latency: LinearCost = ZERO,
+        nbytes: LinearCost = ZERO,
     ) -> tuple[int]:
         self.tasks.append(Task(tuple(lanes), after, latency, op, nbytes))
         return (len(self.tasks) - 1,)
 
-    def _code(self, op: Op, g: int, seconds: Line, cost: CodecCost) -> None:
+    def _code(self, op: Op, g: int, seconds: LinearCost, cost: CodecCost) -> None:
         """Adds an encode or decode task. Copies to and from the host count for the lane that encodes, as in the runtime."""
         group, held = self.groups[g], self.held[g]
         lane = f"{'compute' if op.where == 'gpu' else 'cpu'}:{group.name}"
         if op.where == "gpu" and group.node.device == "cpu":
             raise InvalidInput("E-PLAN-PATH",
-                               f"path {spell(self.path)!r}: {op}, but node {group.name} has no GPU; code on cpu")
+                               f"path {format_path(self.path)!r}: {op}, but node {group.name} has no GPU; code on cpu")
         if op.where == "cpu" and held.flows == 1 and group.node.ranks > 1 and self.owner:
             lane += f".{self.owner}"
         if cost.device == "gpu":
@@ -173,16 +185,16 @@ class PathTasks:
     def _decode(self, op: Op, g: int) -> None:
         held = self.held[g]
         cost = (self.costs[g].down if self.returned else self.costs[g].up)[op.where]
-        self._code(op, g, Line(cost.decode.floor_s * held.pieces, cost.decode.slope_s * held.pieces * held.each), cost)
+        self._code(op, g, LinearCost(cost.decode.floor_s * held.pieces, cost.decode.slope_s * held.pieces * held.each), cost)
         held.pieces = 0
 
-    def _inside(self, op: Op, g: int) -> None:
+    def _add_node_collective(self, op: Op, g: int) -> None:
         """Adds a collective among the ranks of a node; nothing is added for a node of one rank."""
         group, held = self.groups[g], self.held[g]
         n = group.node.ranks
         if n > 1:
-            traffic = traffic_of(op.name, n)
-            seconds = Line(traffic.messages * group.node.intra_alpha_s * self._rounds(g))
+            traffic = collective_traffic(op.name, n)
+            seconds = LinearCost(traffic.messages * group.node.intra_alpha_s * self._rounds(g))
             seconds += held.nbytes * (traffic.passes * 8 / group.node.intra_bps)
             held.last = self._add(str(op), [(f"intra:{group.name}", seconds)], held.last)
         self._share(op, g, n)
@@ -191,14 +203,14 @@ class PathTasks:
         elif op.name in ("reduce_scatter", "alltoall"):
             held.flows = n
 
-    def _across(self, op: Op) -> None:
+    def _add_global_collective(self, op: Op) -> None:
         """Adds a collective over all ranks, or over the ranks with one local number: one task that occupies every link as long
         as the slowest."""
         everyone = op.where == "all"
         n = self.ranks if everyone else self.nodes
         if n > 1:
             nodes = [self.groups[g].node for g in self.workers]
-            widest, traffic = max(node.ranks for node in nodes), traffic_of(op.name, n)
+            widest, traffic = max(node.ranks for node in nodes), collective_traffic(op.name, n)
             held = max((self._contribution(op, g) for g in self.workers), key=_slope)
             flows = max(self.held[g].flows for g in self.workers)
             passes = uplink_passes(op.name, n, widest) if everyone else traffic.passes * flows
@@ -210,7 +222,7 @@ class PathTasks:
                 wires.append(held * (traffic.passes * 8 / min(node.intra_bps for node in nodes if node.ranks > 1)))
                 lanes += [f"intra:{self.groups[g].name}" for g in self.workers if self.groups[g].node.ranks > 1]
             rounds = max(self._rounds(g) for g in self.workers)
-            seconds = Line(traffic.messages * self._alpha_s() * rounds) + max(wires, key=_slope)
+            seconds = LinearCost(traffic.messages * self._alpha_s() * rounds) + max(wires, key=_slope)
             after = tuple(sorted({i for g in self.workers for i in self.held[g].last}))
             last = self._add(str(op), [(lane, seconds) for lane in lanes], after, nbytes=nbytes)
             for g in self.workers:
@@ -218,7 +230,7 @@ class PathTasks:
         for g in self.workers:
             self._share(op, g, n)
 
-    def _contribution(self, op: Op, g: int) -> Line:
+    def _contribution(self, op: Op, g: int) -> LinearCost:
         """Bytes that a rank contributes to a collective. An all-reduce of compressed payloads may need more bytes than the
         payloads have."""
         held = self.held[g]
@@ -263,8 +275,8 @@ class PathTasks:
             self._transfer(op, g, "up", sent, held.nbytes if held.coder == "gpu" else ZERO)
             payloads = group.workers * held.flows * held.pieces
             for h, share in self.hosts.items():
-                seconds = Line((cost.decode.floor_s + self.profile.server.floor_s) * payloads,
-                               cost.decode.slope_s * payloads * held.each * share)
+                seconds = LinearCost((cost.decode.floor_s + self.profile.server.floor_s) * payloads,
+                                     cost.decode.slope_s * payloads * held.each * share)
                 seconds += sent * (group.workers * share * self.profile.server.slope_s)
                 added[h] = self._add("server.add", [(f"server:{self.groups[h].name}", seconds)],
                                      tuple(sorted({*held.last, *added[h]})))
@@ -278,7 +290,8 @@ class PathTasks:
         if op.name == "pull":
             done = tuple(
                 self._add("server.emit", [(f"server:{self.groups[h].name}",
-                                           Line(emit.encode.floor_s * pieces, emit.encode.slope_s * share))], self.summed)[0]
+                                           LinearCost(emit.encode.floor_s * pieces, emit.encode.slope_s * share))],
+                          self.summed)[0]
                 for h, share in self.hosts.items())
         elif not emit.sums:
             # All payloads concatenated, unless the uncompressed sum is smaller.
@@ -290,7 +303,7 @@ class PathTasks:
             held.pieces, held.each, held.last, held.size = merged, held.part, done, emit.nbytes.part(held.part)
             self._transfer(op, g, "down", held.nbytes * held.flows, held.nbytes if to_gpu else ZERO)
 
-    def _transfer(self, op: Op, g: int, end: str, sent: Line, copied: Line) -> None:
+    def _transfer(self, op: Op, g: int, end: str, sent: LinearCost, copied: LinearCost) -> None:
         """Adds a transfer between a group's nodes and the hosts. `end` is "up" or "down" as the group sees it. `copied`: bytes
         copied between GPU and host memory."""
         group, held, up = self.groups[g], self.held[g], end == "up"
@@ -306,11 +319,11 @@ class PathTasks:
                              sent * (others * share * 8 / (host.node.link.down_bps if up else host.node.link.up_bps))))
         far_s = max([self.groups[h].node.link.alpha_s for h in self.hosts if h != g or self.groups[h].nodes > 1])
         rounds = max([cost.rounds for cost in self.costs[g].up.values()], default=1)
-        latency = Line((group.node.link.alpha_s + far_s) * rounds) + self.profile.copy.of(copied)
+        latency = LinearCost((group.node.link.alpha_s + far_s) * rounds) + self.profile.copy.of(copied)
         held.last = self._add(str(op), [*lanes, *ends] if up else [*ends, *lanes], held.last, latency, sent * away)
 
 
-def _slope(line: Line) -> tuple[float, float]:
+def _slope(line: LinearCost) -> tuple[float, float]:
     return line.slope_s, line.floor_s
 
 
@@ -425,12 +438,12 @@ class Excesses:
 
     def of(self, codecs: Sequence[str], down: str, recipe: Recipe) -> Excess:
         """The mean convergence cost of `codecs`, the nodes' upload codecs. `down`: the download codec, if it differs."""
-        ups = [self._of(codec, recipe) for codec in dict.fromkeys(codecs)]
+        ups = [self._compute_excess(codec, recipe) for codec in dict.fromkeys(codecs)]
         parts = [codecs.count(codec) / len(codecs) for codec in dict.fromkeys(codecs)]
         up = weighted_sum(parts, ups) if len(ups) > 1 else ups[0]
-        return weighted_sum((0.5, 0.5), (up, self._of(down, recipe))) if down else up
+        return weighted_sum((0.5, 0.5), (up, self._compute_excess(down, recipe))) if down else up
 
-    def _of(self, codec: str, recipe: Recipe) -> Excess:
+    def _compute_excess(self, codec: str, recipe: Recipe) -> Excess:
         measured = excess(self._rows, codec, recipe)
         loss = self._losses.get(bare(codec)) if self._losses else None
         if loss is None:
@@ -440,16 +453,16 @@ class Excesses:
                               loss_high=loss + max(0.0, measured.loss_high - plain.loss_high))
 
 
-def recipe_of(plan: Plan, question: Question) -> Recipe:
+def recipe_from_plan(plan: Plan, question: Question) -> Recipe:
     """The settings of a plan that affect convergence, with `late` False."""
     job = question.job
     return Recipe(question.policy.optimizer, plan.codes, plan.local_steps, plan.overlap, False, question.cluster.ranks,
-                  plan.fragments, job.numel, noise_of(job))
+                  plan.fragments, job.numel, find_noise(job))
 
 
 def plan_excess(plan: Plan, question: Question) -> Excess:
     """The convergence cost of a plan, whatever the plan itself predicts."""
-    known, recipe = Excesses(question.profile), recipe_of(plan, question)
+    known, recipe = Excesses(question.profile), recipe_from_plan(plan, question)
     each = [known.of(b.by_node or (b.codec,), b.down, recipe._replace(late=b.stale)) for b in plan.buckets]
     return weighted_sum(bucket_weights(question.job, [b.slices for b in plan.buckets], question.profile.energy), each)
 

@@ -46,7 +46,7 @@ def tensor_names(bucket: Bucket, job: Job) -> tuple[str, ...]:
     return tuple(info.name if part.numel == info.numel else f"{info.name}[{part.start}:{part.stop}]" for info, part in infos)
 
 
-def bucket_of(plan: Plan, job: Job, text: str) -> int:
+def find_bucket(plan: Plan, job: Job, text: str) -> int:
     """The bucket with a number or a tensor's name; for a cut tensor, its first bucket."""
     if text.isdigit():
         return int(text)

@@ -175,7 +175,7 @@ class ClusterFile(Record, frozen=True):
     reachable: bool = True
 
 
-def cluster_of(text: str, what: str, *, toml: bool) -> Cluster:
+def parse_cluster(text: str, what: str, *, toml: bool) -> Cluster:
     """Parses a cluster from TOML or JSON. Raises the first problem as a one-line error."""
     data = _read(text, what, toml)
     if isinstance(data, dict) and "nodes" in data:
@@ -187,17 +187,17 @@ def cluster_of(text: str, what: str, *, toml: bool) -> Cluster:
     return cluster
 
 
-def profile_of(text: str, what: str, *, toml: bool) -> Profile:
+def parse_profile(text: str, what: str, *, toml: bool) -> Profile:
     profile = _convert(_read(text, what, toml), Profile, what)
     learning = (f"profile {profile.source!r}: learning: {wrong}" for row in profile.learning if (wrong := row_problem(row)))
     _raise_first([*profile_problems(profile), *learning], what)
     return profile
 
 
-def nodes_of(text: str, *, first: int = 0, what: str = "nodes") -> tuple[Node, ...]:
+def parse_nodes(text: str, *, first: int = 0, what: str = "nodes") -> tuple[Node, ...]:
     """Parses a comma-separated list of nodes; `what` names the text in errors.
 
-    >>> [(n.name, n.link.up_bps) for n in nodes_of("2xrtx3060@100/20Mb, RTX 4090 @ 1 Gbit/s")]
+    >>> [(n.name, n.link.up_bps) for n in parse_nodes("2xrtx3060@100/20Mb, RTX 4090 @ 1 Gbit/s")]
     [('rtx3060-0', 20000000.0), ('rtx3060-1', 20000000.0), ('rtx4090-2', 1000000000.0)]
     """
     nodes: list[Node] = []
@@ -209,7 +209,7 @@ def nodes_of(text: str, *, first: int = 0, what: str = "nodes") -> tuple[Node, .
         if not (1 <= count <= MOST_NODES - len(nodes) and 1 <= ranks <= MOST_NODES):
             raise InvalidInput("E-PLAN-INPUT",
                                f"{what}: got {group!r}, allowed: 1 to {MOST_NODES} machines, and as many GPUs in each")
-        device, link = tables.gpu_named(match[3]), link_of(match[4], what)
+        device, link = tables.gpu_named(match[3]), parse_link(match[4], what)
         place = first + len(nodes)
         nodes += [tables.node(f"{device}-{place + i}", device, link, ranks=ranks) for i in range(count)]
     if not nodes:
@@ -219,7 +219,7 @@ def nodes_of(text: str, *, first: int = 0, what: str = "nodes") -> tuple[Node, .
 
 def cluster_from_line(text: str) -> Cluster:
     """Parses a cluster from a comma-separated list of nodes. Nodes can reach each other if all links are rack links ("10g")."""
-    nodes = nodes_of(text)
+    nodes = parse_nodes(text)
     return Cluster(nodes, all(node.link.alpha_s <= tables.links().rack_alpha_s for node in nodes))
 
 
@@ -231,13 +231,13 @@ def cluster_of_homes(text: str, server: str) -> Cluster:
     [('server', 0, True), ('home-0', 1, False), ('home-1', 1, False)]
     """
     homes = (structs.replace(node, name=f"home-{i}", server=False)
-             for i, node in enumerate(nodes_of(text, what="homes")))
-    return Cluster((tables.node("server", "cpu", link_of(server, "server"), ranks=0), *homes), reachable=False)
+             for i, node in enumerate(parse_nodes(text, what="homes")))
+    return Cluster((tables.node("server", "cpu", parse_link(server, "server"), ranks=0), *homes), reachable=False)
 
 
-def rate_of(text: str) -> float:
+def parse_rate(text: str) -> float:
     """
-    >>> rate_of("20Mb"), rate_of("1 Gbit/s")
+    >>> parse_rate("20Mb"), parse_rate("1 Gbit/s")
     (20000000.0, 1000000000.0)
     """
     match = _rate_match(text.strip(), "rate")
@@ -246,10 +246,10 @@ def rate_of(text: str) -> float:
     return _bps(match[1], match[2])
 
 
-def link_of(text: str, what: str) -> Link:
+def parse_link(text: str, what: str) -> Link:
     """Parses a link: rates down/up, one rate for both directions, or the tables' name of a link.
 
-    >>> [link_of(text, "").down_bps / 1e6 for text in ("100/20", "100/20Mbps", "1Gb", "1 Gb/50 Mb", "10g")]
+    >>> [parse_link(text, "").down_bps / 1e6 for text in ("100/20", "100/20Mbps", "1Gb", "1 Gb/50 Mb", "10g")]
     [100.0, 100.0, 1000.0, 1000.0, 10000.0]
     """
     text = text.strip()

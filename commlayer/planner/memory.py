@@ -34,7 +34,7 @@ class Memory(NamedTuple):
         return self.required <= self.available - RESERVED_GBYTES
 
 
-def memory_of(job: Job, device: str, optimizer: str, ranks: int = 1) -> Memory:
+def estimate_memory(job: Job, device: str, optimizer: str, ranks: int = 1) -> Memory:
     """Memory of a job on this GPU, if the model is sharded over so many. Frozen parameters have no gradients and no optimizer
     states."""
     timing, numel = job.timed, job.numel
@@ -49,7 +49,7 @@ def with_micro_batches(job: Job, devices: list[str], optimizer: str) -> Job:
     unchanged if batch or activations are unknown."""
     pieces = 1
     for device in devices:
-        memory = memory_of(job, device, optimizer)
+        memory = estimate_memory(job, device, optimizer)
         room = memory.available - RESERVED_GBYTES - sum(memory.kept.values())
         most = int(room / memory.activations * (job.batch or 1)) if memory.activations else 0
         if not memory.fits and memory.activations:

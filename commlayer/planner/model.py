@@ -16,7 +16,7 @@ NO_LIMIT = 1e9
 """A limit on loss that excludes no plan."""
 
 
-class Line(Record, frozen=True):
+class LinearCost(Record, frozen=True):
     """A linear function of a size in elements or bytes, usually in seconds: floor_s + size * slope_s."""
 
     floor_s: float
@@ -27,22 +27,22 @@ class Line(Record, frozen=True):
     def __call__(self, size: float) -> float:
         return self.floor_s + size * self.slope_s
 
-    def __add__(self, other: Line) -> Line:
-        return Line(self.floor_s + other.floor_s, self.slope_s + other.slope_s)
+    def __add__(self, other: LinearCost) -> LinearCost:
+        return LinearCost(self.floor_s + other.floor_s, self.slope_s + other.slope_s)
 
-    def __mul__(self, factor: float) -> Line:
-        return Line(self.floor_s * factor, self.slope_s * factor)
+    def __mul__(self, factor: float) -> LinearCost:
+        return LinearCost(self.floor_s * factor, self.slope_s * factor)
 
-    def part(self, fraction: float) -> Line:
+    def part(self, fraction: float) -> LinearCost:
         """The line as a function of x whose argument is fraction * x."""
-        return Line(self.floor_s, self.slope_s * fraction)
+        return LinearCost(self.floor_s, self.slope_s * fraction)
 
-    def of(self, size: Line) -> Line:
+    def of(self, size: LinearCost) -> LinearCost:
         """The composition of two lines: this line evaluated at `size`, which is itself a line."""
-        return Line(self.floor_s + self.slope_s * size.floor_s, self.slope_s * size.slope_s)
+        return LinearCost(self.floor_s + self.slope_s * size.floor_s, self.slope_s * size.slope_s)
 
 
-ZERO = Line(0.0)
+ZERO = LinearCost(0.0)
 
 
 class Link(Record, frozen=True):
@@ -109,10 +109,10 @@ class CodecCost(Record, frozen=True):
     """The codec as in plans, without error feedback."""
     device: str
     """"gpu", "cpu", or a GPU's name as in `Node.device`, which takes precedence over "gpu"."""
-    encode: Line
-    decode: Line
+    encode: LinearCost
+    decode: LinearCost
     """Seconds to decode one payload and add it to a sum."""
-    nbytes: Line
+    nbytes: LinearCost
     """Bytes of a payload by number of elements: the only Line that is not a time."""
     task_loss: float | None = None
     """Relative increase of the loss after the same number of steps (0.01: 1 %), measured on the user's own task with an
@@ -125,7 +125,7 @@ class CodecCost(Record, frozen=True):
     """True: one payload can be decoded without the others and added to a dense sum."""
     answers: bool = True
     """True: a server may encode its sums with this codec when workers use another codec."""
-    reduced: Line = Line(0.0)
+    reduced: LinearCost = LinearCost(0.0)
     """Bytes that an all-reduce adds instead of payloads, by number of elements; 0: the payloads themselves."""
 
 
@@ -133,16 +133,16 @@ class Profile(Record, frozen=True):
     """Costs of codecs, servers and collectives, measured or from tables."""
 
     codecs: tuple[CodecCost, ...]
-    server: Line
+    server: LinearCost
     """A server's seconds per payload byte, in addition to its codec's time."""
     bucket_s: float = 0.0
     """Additional seconds per bucket at a worker, for hooks, frames and threads."""
-    copy: Line = Line(0.0)
+    copy: LinearCost = LinearCost(0.0)
     """Seconds to copy a number of bytes between a GPU and its host."""
-    inside: Line = Line(0.0)
+    inside: LinearCost = LinearCost(0.0)
     """Collectives among a node's ranks: seconds per message, and per byte on each link. A measured value takes precedence
     over the nodes' links; 0: not measured."""
-    across: Line = Line(0.0)
+    across: LinearCost = LinearCost(0.0)
     """Collectives between nodes: seconds per message, and per byte on each link. No collective is faster than the links that it
     crosses."""
     learning: tuple[LearningRow, ...] = ()

@@ -9,10 +9,10 @@ from commlayer.planner import tree
 from commlayer.planner.data.tables import learning_rows
 from commlayer.planner.inputs import cluster_problems, job_problems, profile_problems
 from commlayer.planner.model import DENSE, Cluster, Profile, bare
-from commlayer.planner.plan_rules import codecs_of, late_and_sparse, verify, verify_alone
-from commlayer.planner.simulation import hosts_of
+from commlayer.planner.plan_rules import bucket_codecs, late_and_sparse, verify, verify_alone
+from commlayer.planner.simulation import server_hosts
 from commlayer.planner.tensors import is_buffer, uncompressed_notices
-from commlayer.planner.tree import Promise, misfits, on_gpus, parse, promise_of
+from commlayer.planner.tree import Promise, find_misfits, on_gpus, parse, promise_from_cost
 from commlayer.records import SCHEMA, Bucket, Job, Plan
 
 ANY = Promise(sums=True, alone=True, answers=True)
@@ -43,7 +43,7 @@ def _bucket_problems(
     plan: Plan, bucket: Bucket, job: Job | None, cluster: Cluster | None, profile: Profile | None,
     codec_problem: Callable[[str], str] | None,
 ) -> Iterator[str]:
-    codecs = codecs_of(bucket)
+    codecs = bucket_codecs(bucket)
     wrong = [spelling_error for codec in codecs
              if (spelling_error := spec_error(codec) or (codec_problem(codec) if codec_problem else ""))]
     yield from wrong
@@ -56,11 +56,11 @@ def _bucket_problems(
         yield str(error)
         return
     yield from (f"path {bucket.path!r}: {line}" for line in tree.path_problems(path, cluster))
-    promises = {name: promise_of(cost) for name, cost in known.items()}
+    promises = {name: promise_from_cost(cost) for name, cost in known.items()}
     up = [promises.get(_bare(codec), ANY) for codec in (bucket.codec, *bucket.by_node)]
     down = promises.get(_bare(bucket.down), ANY) if bucket.down else None
     gpus = cluster is not None and on_gpus(cluster)
-    problems = misfits(path, up, down=down, by_node=bool(bucket.by_node), gpus=gpus)
+    problems = find_misfits(path, up, down=down, by_node=bool(bucket.by_node), gpus=gpus)
     yield from (f"path {bucket.path!r}: {line}" for line in problems)
     if not tree.encodes(path) and bucket.codec != DENSE:
         yield f"path {bucket.path!r} has no encode step, but the codec is {bucket.codec!r}"
@@ -93,7 +93,7 @@ def _host_problems(plan: Plan, cluster: Cluster) -> Iterator[str]:
             yield f"hosts: node {cluster.nodes[host].name} cannot host a server"
     if not plan.hosts and plan.servers:
         try:
-            hosts_of(plan, cluster)
+            server_hosts(plan, cluster)
         except ValueError as error:
             yield str(error)
     ranks = sorted({node.ranks for node in cluster.nodes if node.ranks})

@@ -9,12 +9,12 @@ from itertools import pairwise
 from msgspec import structs
 
 from commlayer.codec_spec import parse_spec, spec_error
-from commlayer.errors import InvalidInput, coded
+from commlayer.errors import InvalidInput, append_code
 from commlayer.planner import tree
-from commlayer.planner.buckets import between
+from commlayer.planner.buckets import slices_between
 from commlayer.planner.convergence import LATE_RATIO, LearningRow, late_allowed
 from commlayer.planner.tensors import rounding_problems
-from commlayer.planner.tree import parse, spell
+from commlayer.planner.tree import format_path, parse
 from commlayer.records import MAX_BUCKET_NBYTES, MAX_TENSORS_PER_BUCKET, SCHEMA, Bucket, Job, Plan, Slice
 
 FLOAT32_NBYTES = 4
@@ -106,19 +106,21 @@ def _sync_problems(plan: Plan) -> Iterator[str]:
                "exchanged every H / fragments steps; choose a divisor")
 
 
-def codecs_of(bucket: Bucket) -> list[str]:
+def bucket_codecs(bucket: Bucket) -> list[str]:
     """The codecs of a bucket: for uploads, for downloads, and for uploads of single nodes."""
     return [*dict.fromkeys([bucket.codec, *([bucket.down] if bucket.down else []), *bucket.by_node])]
 
 
 def late_and_sparse(plan: Plan, rows: Sequence[LearningRow], optimizer: str = "") -> list[str]:
     """Describes the buckets whose results are one step late and whose codec is too sparse for that; see `late_allowed`."""
-    wrong = [(bucket.id, codec) for bucket in plan.buckets if bucket.stale for codec in codecs_of(bucket)
+    wrong = [(bucket.id, codec) for bucket in plan.buckets if bucket.stale for codec in bucket_codecs(bucket)
              if not spec_error(codec) and not late_allowed(rows, codec, optimizer)]
     ids = list(dict.fromkeys(number for number, _ in wrong))
-    return [coded("E-PLAN-LATE", f"{len(ids)} buckets, the first {ids[0]}: no training was measured with {wrong[0][1]} and "
-                  f"results one step late, and both errors multiply; send more than {LATE_RATIO:.0%} of the entries, or make "
-                  "the plan without staleness")] if wrong else []
+    return [append_code("E-PLAN-LATE",
+                        f"{len(ids)} buckets, the first {ids[0]}: no training was measured with {wrong[0][1]} and "
+                        f"results one step late, and both errors multiply; send more than {LATE_RATIO:.0%} of the entries, or "
+                        f"make "
+                        "the plan without staleness")] if wrong else []
 
 
 def _buffer_problems(plan: Plan, job: Job) -> Iterator[str]:
@@ -216,7 +218,8 @@ def _lowered(bucket: Bucket, ranks_per_node: int) -> Iterator[Bucket]:
     coders = {op.where for op in path if op.name in ("encode", "decode")}
     if len(coders) > 1:
         raise InvalidInput("E-PLAN-PATH",
-                           f"bucket {bucket.id}: path {spell(path)!r} encodes and decodes on {' and '.join(sorted(coders))}: "
+                           f"bucket {bucket.id}: path {format_path(path)!r} encodes and decodes on "
+                           f"{' and '.join(sorted(coders))}: "
                            "a path over a server must use one device")
     forwards = any(op.name == "forward" for op in path)
     down = (MERGED if parse_spec(bucket.codec).sparse else AS_IT_IS) if forwards else bucket.down
@@ -233,7 +236,7 @@ def _lowered(bucket: Bucket, ranks_per_node: int) -> Iterator[Bucket]:
 def cut_slices(slices: Sequence[Slice], parts: int) -> list[tuple[Slice, ...]]:
     """Cuts slices into `parts` lists of nearly equal numbers of elements; a list may be empty."""
     numel = sum(s.numel for s in slices)
-    return [between(slices, start, stop) for start, stop in pairwise(numel * i // parts for i in range(parts + 1))]
+    return [slices_between(slices, start, stop) for start, stop in pairwise(numel * i // parts for i in range(parts + 1))]
 
 
 def shard_groups(buckets: Sequence[Bucket], ranks_per_node: int) -> list[range]:
@@ -291,9 +294,9 @@ def main_codec(plan: Plan) -> str:
     return max(by, key=by.__getitem__, default="")
 
 
-def summary_of(plan: Plan) -> str:
+def summarize_plan(plan: Plan) -> str:
     """
-    >>> summary_of(Plan("job", (), local_steps=4, step_s=0.02))
+    >>> summarize_plan(Plan("job", (), local_steps=4, step_s=0.02))
     '0 buckets, 4 local steps, 20.0 ms a step predicted'
     """
     codec = f", mostly {main_codec(plan)}" if plan.buckets else ""

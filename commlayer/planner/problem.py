@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from commlayer.planner.model import ZERO, Line
+from commlayer.planner.model import ZERO, LinearCost
 
 Ints = npt.NDArray[np.int32]
 Reals = npt.NDArray[np.float64]
@@ -34,15 +34,15 @@ class Task(NamedTuple):
     occupies the sender's uplink and the receiver's downlink. Seconds and bytes are linear functions of the bucket's
     elements."""
 
-    lanes: tuple[tuple[str, Line], ...]
+    lanes: tuple[tuple[str, LinearCost], ...]
     after: tuple[int, ...] = ()
     """Indices of the same option's tasks that must end before this task starts. Empty: the task starts when the gradient is
     ready."""
-    latency: Line = ZERO
+    latency: LinearCost = ZERO
     """Delay in seconds from the end of the task's work on links, CPUs or GPUs to the end of the task."""
     op: str = ""
     """The operation that the task belongs to. Transfers of one operation between the same ends share a connection."""
-    nbytes: Line = ZERO
+    nbytes: LinearCost = ZERO
 
 
 @dataclass(frozen=True, eq=False)
@@ -188,7 +188,8 @@ class Network:
         """The arrays for simulating any choice among the options. `ready`: by node and bucket, seconds until the gradient is
         final; the last column is the end of the node's computing."""
         shapes = [load.shapes for load in loads]
-        tasks, held, queue, need, followed, following, gated, gate = map(_concat, zip(*map(self._of, shapes), strict=True)) \
+        tasks, held, queue, need, followed, following, gated, gate = map(_concat,
+                                                                         zip(*map(self._join_shapes, shapes), strict=True)) \
             if loads else [_ints(())] * 8
         stale = _ints([load.stale for load in loads])
         queues, task_line = _renumber(queue, len(self._queues))
@@ -210,7 +211,7 @@ class Network:
             need=need, task_next=_offsets(followed), next=following, task_gates=_offsets(gated), gate=gate,
             most_tasks=int(np.maximum.reduceat(tasks, bucket_options[:-1]).sum()) if loads else 0)
 
-    def _of(self, shapes: tuple[Shape, ...]) -> tuple[Ints, ...]:
+    def _join_shapes(self, shapes: tuple[Shape, ...]) -> tuple[Ints, ...]:
         """The number of tasks of each `Shape` (tasks without durations), and the joined arrays of all shapes."""
         if shapes not in self._joined:
             columns = zip(*[shape.arrays for shape in shapes], strict=True)
@@ -246,7 +247,7 @@ def add_final_delays(network: Network, loads: Sequence[Load], seconds: Sequence[
             for load, latency_s in zip(loads, seconds, strict=True)]
 
 
-def _rows(lines: Sequence[Line]) -> Reals:
+def _rows(lines: Sequence[LinearCost]) -> Reals:
     return np.array([(line.floor_s, line.slope_s) for line in lines], np.float64).reshape(-1, 2)
 
 

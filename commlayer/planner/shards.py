@@ -12,7 +12,7 @@ from msgspec import structs
 from commlayer.codec_spec import parse_spec
 from commlayer.errors import InvalidInput
 from commlayer.planner.plan_rules import lower
-from commlayer.planner.tensors import codec_and_shape, row_of
+from commlayer.planner.tensors import codec_and_shape, row_size
 from commlayer.records import Bucket, Job, Plan, Slice, chunk_with
 
 
@@ -35,7 +35,7 @@ class Shards(NamedTuple):
         >>> [Shards(4).elements((5, 10), local) for local in range(4)]
         [(0, 20), (20, 40), (40, 50), (50, 50)]
         """
-        rows, row = -(-shape[0] // self.ranks), row_of(tuple(shape))
+        rows, row = -(-shape[0] // self.ranks), row_size(tuple(shape))
         return min(local * rows, shape[0]) * row, min((local + 1) * rows, shape[0]) * row
 
     def partly_empty(self, job: Job) -> list[int]:
@@ -64,10 +64,10 @@ class Shards(NamedTuple):
         for s in bucket.slices if whole != bucket.slices else ():
             shape = job.tensors[s.tensor].shape
             for first, end in intervals(shape[0], sizes) if s.tensor in self.tensors else ():
-                start, stop = max(first * row_of(shape), s.start), min(end * row_of(shape), s.stop)
+                start, stop = max(first * row_size(shape), s.start), min(end * row_size(shape), s.stop)
                 if start < stop:
                     owners = tuple(chunk_with(first, shape[0], ranks) for ranks in sizes)
-                    held.setdefault(owners, []).append((Slice(s.tensor, start, stop), (start // row_of(shape), shape[0])))
+                    held.setdefault(owners, []).append((Slice(s.tensor, start, stop), (start // row_size(shape), shape[0])))
         if (held or len(sizes) > 1) and (bucket.path not in ("service", "allreduce") or bucket.stale):
             what = "results that are one step late" if bucket.stale else f"path {bucket.path!r}"
             raise InvalidInput("E-PLAN-REFUSED", f"plan: bucket {bucket.id} has {what}, but buckets of a sharded model "
@@ -92,7 +92,7 @@ class Shards(NamedTuple):
                                             "homes of that size: use as many ranks as its homes have, or one")
         return self or (Shards(1, 0, tensors) if tensors else self)
 
-    def held(self, bucket: Bucket, job: Job) -> Bucket | None:
+    def own_bucket(self, bucket: Bucket, job: Job) -> Bucket | None:
         """Converts a bucket of a cut plan to the form in which this rank executes it: in elements of its own shards. None:
         another rank of the site has the bucket."""
         if bucket.slices[0].tensor not in self.tensors:

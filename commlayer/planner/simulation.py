@@ -11,7 +11,7 @@ import numpy as np
 from commlayer.errors import InvalidInput
 from commlayer.native import core
 from commlayer.planner import buckets
-from commlayer.planner.buckets import Cut, fragments_of
+from commlayer.planner.buckets import CutBucket, divide_into_fragments
 from commlayer.planner.convergence import Recipe
 from commlayer.planner.costs import Prices, overlapped_cluster
 from commlayer.planner.inputs import checked_inputs
@@ -100,7 +100,7 @@ def step_seconds(plan: Plan, question: Question, prices: Prices | None = None) -
     return Simulation(setup.fragments).run([0] * len(plan.buckets)) / plan.local_steps
 
 
-class Fragment(NamedTuple):
+class PlannedFragment(NamedTuple):
     """The part of the model that is exchanged at once; the whole model if there is only one fragment."""
 
     places: list[int]
@@ -109,7 +109,7 @@ class Fragment(NamedTuple):
 
 
 class _Setup(NamedTuple):
-    fragments: list[Fragment]
+    fragments: list[PlannedFragment]
     templates: list[Template]
     """One template per bucket."""
     before_s: float
@@ -117,7 +117,7 @@ class _Setup(NamedTuple):
 
 
 def _set_up(plan: Plan, question: Question, prices: Prices | None) -> _Setup:
-    prices = prices or prices_of(plan, question)
+    prices = prices or server_prices(plan, question)
     templates = [bucket_template(prices, bucket) for bucket in plan.buckets]
     recipe, timing = Recipe("", plan.codes, plan.local_steps, plan.overlap, fragments=plan.fragments), question.timing
     loads = [each.load(sent_numel(plan, bucket, question.job), forward_need_s(timing, bucket.slices), stale=bucket.stale)
@@ -126,14 +126,14 @@ def _set_up(plan: Plan, question: Question, prices: Prices | None) -> _Setup:
     return _Setup(fragments(question, plan.buckets, loads, prices, recipe), templates, before_s)
 
 
-def prices_of(plan: Plan, question: Question) -> Prices:
+def server_prices(plan: Plan, question: Question) -> Prices:
     """Costs with the plan's servers. Overlapped exchanges have only a part of the links' rates."""
     cluster = question.cluster
     usable = overlapped_cluster(cluster) if plan.overlap == "round" else cluster
-    return Prices(usable, question.profile, hosts_of(plan, cluster))
+    return Prices(usable, question.profile, server_hosts(plan, cluster))
 
 
-def hosts_of(plan: Plan, cluster: Cluster) -> tuple[int, ...]:
+def server_hosts(plan: Plan, cluster: Cluster) -> tuple[int, ...]:
     """The nodes that run the plan's servers: those in `plan.hosts`, else the first nodes that can."""
     able = tuple(i for i, node in enumerate(cluster.nodes) if node.server)
     if plan.hosts:
@@ -168,8 +168,8 @@ def slowest_speed(prices: Prices) -> float:
 
 
 def fragments(
-    question: Question, cuts: Sequence[Cut], loads: Sequence[Load], prices: Prices, recipe: Recipe,
-) -> list[Fragment]:
+    question: Question, cuts: Sequence[CutBucket], loads: Sequence[Load], prices: Prices, recipe: Recipe,
+) -> list[PlannedFragment]:
     """Divides an outer step's exchange into fragments, each with its simulation problem. ValueError if there are fewer buckets
     than fragments.
 
@@ -192,10 +192,10 @@ def fragments(
     speeds = np.array([group.node.speed for group in prices.groups if group.workers])
     tail_s = timing.update_s / slowest_speed(prices) if waits else 0.0
     return [
-        Fragment(places, prices.network.problem(
+        PlannedFragment(places, prices.network.problem(
             [loads[b] for b in places], np.array([*[ready[b] for b in places], work_s])[None] / speeds[:, None],
             tail_s=tail_s, priority=question.policy.priority))
-        for places in fragments_of(cuts, recipe.fragments)]
+        for places in divide_into_fragments(cuts, recipe.fragments)]
 
 
 def native_schedule(problem: Problem) -> _core.Schedule:
@@ -210,7 +210,7 @@ class Simulation:
     """Simulates the fragments of an outer step in sequence. A fragment is simulated again only if an option of its buckets has
     changed."""
 
-    def __init__(self, parts: Sequence[Fragment]) -> None:
+    def __init__(self, parts: Sequence[PlannedFragment]) -> None:
         self._places = [part.places for part in parts]
         self._each = [native_schedule(part.problem) for part in parts]
         self._at = {b: (number, place) for number, part in enumerate(parts) for place, b in enumerate(part.places)}

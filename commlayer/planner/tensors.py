@@ -68,16 +68,16 @@ WHOLE = 0.9
 """A codec counts as ineffective if its payload has at least this fraction of the dense bytes."""
 
 
-def shape_of(job: Job, part: Slice) -> Shape:
+def slice_shape(job: Job, part: Slice) -> Shape:
     """The shape of a slice that is a complete matrix, or was cut between rows; else an empty shape."""
     shape = job.tensors[part.tensor].shape
-    row = row_of(shape)
+    row = row_size(shape)
     if len(shape) < 2 or row == 0 or part.start % row or part.stop % row:
         return ()
     return (part.numel // row, *shape[1:])
 
 
-def row_of(shape: Shape) -> int:
+def row_size(shape: Shape) -> int:
     """Number of elements in a matrix's row. A matrix may be cut only between rows."""
     return math.prod(shape[1:])
 
@@ -93,13 +93,13 @@ def codec_and_shape(codec: str, job: Job, group: Sequence[Slice]) -> tuple[str, 
     >>> codec_and_shape("powersgd()", job, [Slice(0, 0, 2048)])
     ('powersgd()', (64, 32))
     """
-    shape = shape_of(job, group[0]) if len(group) == 1 else ()
+    shape = slice_shape(job, group[0]) if len(group) == 1 else ()
     name = parse_spec(codec)
     if not name.needs_shape:
         return codec, shape if shape == job.tensors[group[0].tensor].shape else ()
     if shape:
         return codec, shape
-    shapes = tuple([shape_of(job, part) or (part.numel,) for part in group])
+    shapes = tuple([slice_shape(job, part) or (part.numel,) for part in group])
     if all(len(each) < 2 for each in shapes):
         return codec, ()
     return str(name.with_core(lambda core: CodecSpec("powersgd", (("rank", core.get("rank")), ("shapes", shapes))))), ()
@@ -137,7 +137,7 @@ def _factors_are_smaller(shape: Shape, rank: int) -> bool:
     """True: the matrix's low-rank factors have fewer elements than the matrix."""
     if len(shape) < 2 or 0 in shape:
         return False
-    rows, row = shape[0], row_of(shape)
+    rows, row = shape[0], row_size(shape)
     return min(rank, rows, row) * (rows + row) < rows * row
 
 

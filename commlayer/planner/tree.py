@@ -49,7 +49,7 @@ class Op(NamedTuple):
 Path = tuple[Op, ...]
 
 
-def spell(path: Path) -> str:
+def format_path(path: Path) -> str:
     return " ".join(map(str, path))
 
 
@@ -226,7 +226,7 @@ def _first_wrong(path: Path) -> str:
             break
         known = frozenset(p for p in known if len(p) > place and p[place] == op)
     allowed = ", ".join(sorted("the end" if o is None else str(o) for o in follow))
-    where = f"after {spell(path[:place])!r}" if place else "at the beginning"
+    where = f"after {format_path(path[:place])!r}" if place else "at the beginning"
     return f"{where}: got {'the end' if op is None else op}, allowed: {allowed}"
 
 
@@ -241,11 +241,11 @@ class Promise(NamedTuple):
     """True: a server may encode its sums with this codec, whatever the workers' codec is."""
 
 
-def promise_of(cost: CodecCost) -> Promise:
+def promise_from_cost(cost: CodecCost) -> Promise:
     return Promise(cost.sums, cost.alone, cost.answers)
 
 
-def misfits(
+def find_misfits(
     path: Path, up: Iterable[Promise], *, down: Promise | None = None, by_node: bool = False, gpus: bool = False,
 ) -> Iterator[str]:
     """Yields the reasons why these codecs cannot be used on this path, one line each. `gpus`: True if a worker's gradients are

@@ -29,7 +29,7 @@ MAX_HELD, MIN_HELD_PART_NBYTES = 48, 4 << 10
 the smallest size of their parts, so that the sender's list of parts stays small."""
 
 
-class Held(Record, frozen=True, array_like=True):
+class HeldBody(Record, frozen=True, array_like=True):
     """In a greeting: an unfinished body of the former connection, of which this end still has the parts before `part`."""
 
     key: Key
@@ -58,8 +58,8 @@ class _Body:
         self.header, self.room, self.part_nbytes = header, room, part_nbytes
         self.next = self.filled = 0
 
-    def held(self) -> Held:
-        return Held(key(self.header), self.next, self.part_nbytes, prefix_crc(self.header, self.room[: self.filled]))
+    def held(self) -> HeldBody:
+        return HeldBody(key(self.header), self.next, self.part_nbytes, prefix_crc(self.header, self.room[: self.filled]))
 
 
 Unfinished = dict[Key, _Body]
@@ -80,7 +80,7 @@ class Assembly:
         self._unfinished_nbytes = sum(len(body.room) + OVERHEAD_NBYTES for body in self._former.values())
 
     @property
-    def between(self) -> bool:
+    def at_frame_boundary(self) -> bool:
         """True: no body is partly received."""
         return not self._stack
 
@@ -147,7 +147,7 @@ class Assembly:
         """Adds a frame whose checksum was verified. If the frame completes a message, returns the message as its sender passed
         it to send(); otherwise None."""
         if frame.header.parts == 1:
-            return self._as_given(frame)
+            return self._expand_zeros(frame)
         body = self._stack[-1]
         body.next += 1
         body.filled += len(frame.body)
@@ -155,9 +155,9 @@ class Assembly:
             return None
         self._stack.pop()
         self._unfinished_nbytes -= len(body.room) + OVERHEAD_NBYTES
-        return self._as_given(Frame(body.header._replace(parts=1), body.room[: body.filled]))
+        return self._expand_zeros(Frame(body.header._replace(parts=1), body.room[: body.filled]))
 
-    def _as_given(self, frame: Frame) -> Frame:
+    def _expand_zeros(self, frame: Frame) -> Frame:
         h, body = frame
         if not h.flags & Flag.WITHOUT_ZEROS:
             return frame

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from commlayer.errors import CommError, CorruptFrame, Damaged, PeerEnded, PeerLost
 from commlayer.transport import framing
-from commlayer.transport.chunking import Assembly, Held, Unfinished, prefix_crc, split_parts
+from commlayer.transport.chunking import Assembly, HeldBody, Unfinished, prefix_crc, split_parts
 from commlayer.transport.crc import crc32c
 from commlayer.transport.flow.pacing import Pacer
 from commlayer.transport.flow.send_control import SendControl
@@ -177,7 +177,7 @@ class _Outgoing:
         self._left = [*self.content.frame()]
         self._advance(sent_nbytes)
 
-    def begin(self, held: Held | None) -> None:
+    def begin(self, held: HeldBody | None) -> None:
         """Leaves out zero chunks, and the parts that the peer has of the same body."""
         header, body = self.content.final()
         if len(body) != self.nbytes:
@@ -187,7 +187,7 @@ class _Outgoing:
             self._parts, self._next = parts, held.part
 
     @property
-    def out(self) -> bool:
+    def all_sent(self) -> bool:
         return self._next == len(self._parts)
 
     def cut(self, part_nbytes: int) -> None:
@@ -226,7 +226,7 @@ class _Outgoing:
         return [memoryview(framing.encode(header, len(part), crc32c(part))), part]
 
 
-class Limits(NamedTuple):
+class SizeLimits(NamedTuple):
     """Limits on the memory and messages that one peer may cause at this end."""
 
     body_nbytes: Mapping[int, int] | None = None
@@ -253,7 +253,7 @@ class Connection:
     def __init__(
         self, sock: ByteChannel, peer: int, arrived: Callable[[Message], None], reader: Reader,
         ended: Callable[[Connection], None], pacer: Pacer, session: bytes, *, resumes: bool,
-        limits: Callable[[], Limits], former: Unfinished, held: tuple[Held, ...],
+        limits: Callable[[], SizeLimits], former: Unfinished, held: tuple[HeldBody, ...],
     ) -> None:
         """`arrived`: takes each message; may raise CorruptFrame. `session`: random bytes from the dialer's hello that identify
         its process; b"" at the dialer's end. `resumes`: True: the peer may reconnect after a lost
@@ -274,7 +274,7 @@ class Connection:
         self._limits = limits
         self._assembly = Assembly(reader.allocate, self._most_nbytes, lambda: limits().unfinished_nbytes,
                                   lambda: limits().messages, former)
-        self.at_peer: dict[Key, Held] = {one.key: one for one in held}
+        self.at_peer: dict[Key, HeldBody] = {one.key: one for one in held}
         """What the peer has of messages that are not sent again yet."""
         reader.place = self._assembly.place
         self._lock = threading.RLock()
@@ -348,7 +348,7 @@ class Connection:
                 self._users -= 1
             remaining = self._users
         if error is not None:
-            self._break(error)
+            self._end_broken(error)
         if done:
             sent(operation, content.header)
         elif self.error is not None:
@@ -379,16 +379,16 @@ class Connection:
                     self._sent_bye = True
                     self._sock.shutdown(socket.SHUT_WR)
             except OSError as error:
-                frame.operation.fail(self._break(error))
+                frame.operation.fail(self._end_broken(error))
                 break
             with self._lock:
                 self._busy = False
                 ended = self.error
-                if frame.out:
+                if frame.all_sent:
                     self._sent(frame.content)
                 elif ended is None:
                     heapq.heappush(self._queue, item)
-            if frame.out:
+            if frame.all_sent:
                 sent(frame.operation, frame.header)
             elif ended is not None:
                 frame.operation.fail(ended)
@@ -437,7 +437,7 @@ class Connection:
                 n = self._sock.recv_into(self._reader.wanted())
                 TRAFFIC.add(0, n)
                 if n == 0:
-                    between = self._reader.between and self._assembly.between
+                    between = self._reader.at_frame_boundary and self._assembly.at_frame_boundary
                     how = "connection closed" + ("" if between else " in the middle of a frame")
                     self._end_lost(PeerLost(how + self._name, peer=peer_name(self.peer)), closed_by_peer(self._sock))
                     return
@@ -448,7 +448,7 @@ class Connection:
             self.end(named, broken=isinstance(error, Damaged))
             clear_traceback(error)  # `error` may be the reason that is kept after this thread ends
         except OSError as error:
-            self._break(error)
+            self._end_broken(error)
         except Exception as error:
             self.end(CommError(f"the receive thread of this process failed: {error!r}", peer=peer_name(self.peer)))
             raise
@@ -481,7 +481,7 @@ class Connection:
             raise CorruptFrame(f"sent a {Kind(kind).name} frame after the handshake")
         self._arrived(Message(self.peer, frame.header, frame.body))
 
-    def _break(self, error: OSError) -> CommError:
+    def _end_broken(self, error: OSError) -> CommError:
         """Ends the connection because of an error of its socket. Returns the error that ended it."""
         lost = PeerLost(f"connection lost: {error.strerror or error}{self._name}", peer=peer_name(self.peer))
         self._end_lost(lost, reports_peer_close(self._sock) and isinstance(error, ConnectionResetError))

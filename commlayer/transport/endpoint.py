@@ -16,22 +16,22 @@ import msgspec
 
 from commlayer.callbacks import ignore
 from commlayer.config import join_host
-from commlayer.errors import CommError, DeadlineExceeded, InvalidInput, PeerLost, RecordError, Refused, coded
+from commlayer.errors import CommError, DeadlineExceeded, InvalidInput, PeerLost, RecordError, Refused, append_code
 from commlayer.transport import framing
 from commlayer.transport import handshake as greeting
 from commlayer.transport.buffer_pool import BufferPool
-from commlayer.transport.chunking import Held, Unfinished
+from commlayer.transport.chunking import HeldBody, Unfinished
 from commlayer.transport.connection import (
     Connection,
     Content,
-    Limits,
+    SizeLimits,
     close_channel,
     connect_socket,
     shut_down,
     track,
     tune_socket,
 )
-from commlayer.transport.flow.fair_share import source_of
+from commlayer.transport.flow.fair_share import address_source
 from commlayer.transport.flow.pacing import Pacer
 from commlayer.transport.framing import Reader
 from commlayer.transport.handshake import TOO_MANY, Admit, Hello, PendingHandshakes, RefusalLog, RetryLater, same_job
@@ -43,7 +43,7 @@ from commlayer.transport.protocol import (
     Header,
     Kind,
     Message,
-    binding_of,
+    channel_binding,
     clear_traceback,
     key,
     peer_certificate,
@@ -123,7 +123,7 @@ class StreamTransport:
         self.hello = hello
         self.pool = pool or BufferPool()
         self._admit, self._settings = admit, settings
-        self.limits = Limits()
+        self.limits = SizeLimits()
         """Limits on the memory and messages that each peer may cause at this end. The owner replaces them once they are
         known."""
         self._pacer = Pacer()
@@ -188,9 +188,9 @@ class StreamTransport:
             except CommError as error:
                 raise error.located(peer=error.peer or peer_name(peer)) from None
             reader, former = self._reader(), self._unfinished(peer, b"")
-            hello = msgspec.structs.replace(self.hello, held=_greeting_of(former))
+            hello = msgspec.structs.replace(self.hello, held=_held_bodies(former))
             certified, held = greeting.dial_handshake(
-                sock, reader, hello, self._settings.secret, peer, deadline, binding_of(sock), answer_by,
+                sock, reader, hello, self._settings.secret, peer, deadline, channel_binding(sock), answer_by,
                 self._signing_keys(sock))
             self._failed.pop(peer, None)
             self._connect(sock, peer, reader, b"", former, held, certified)
@@ -245,14 +245,14 @@ class StreamTransport:
             if (certified := peer_certificate(sock)) is not None:
                 who = where = f"{certified.name} at {where}"
             hello, proof = greeting.accept_handshake(
-                sock, reader, self.rank, self._settings.secret, who, hello_deadline, binding_of(sock),
+                sock, reader, self.rank, self._settings.secret, who, hello_deadline, channel_binding(sock),
                 self._signing_keys(sock))
             self._handshakes.prove(sock, certified.name if certified else "")
             reason = self._refusal(hello, certified.name if certified else "")
             if not reason:
                 peer = hello.rank
             former = {} if reason else self._unfinished(hello.rank, hello.session)
-            greeting.send_welcome(sock, self.rank, reason, proof, where, deadline, _greeting_of(former))
+            greeting.send_welcome(sock, self.rank, reason, proof, where, deadline, _held_bodies(former))
             if peer is None:
                 self._settings.refused(where, reason)
                 close_channel(sock)
@@ -274,9 +274,10 @@ class StreamTransport:
         if reason := (self._admit or same_job(self.hello))(hello):
             return reason
         if name != (its := self.named(hello.rank) or name):
-            return coded("E-RANK", f"uses the certificate of {name}, but {who} joined the job with the certificate of {its}")
+            return append_code("E-RANK",
+                               f"uses the certificate of {name}, but {who} joined the job with the certificate of {its}")
         if hello.rank == self.rank:
-            return coded("E-RANK", f"{who} is this process itself: give each process its own rank")
+            return append_code("E-RANK", f"{who} is this process itself: give each process its own rank")
         with self._lock:
             if hello.session in self._barred:
                 return f"was dropped: {self._barred[hello.session]}"
@@ -285,7 +286,8 @@ class StreamTransport:
             former.end(PeerLost("replaced by a newer connection of the same process", peer=who), broken=True)
         with self._lock:
             if not self._lock.wait_for(lambda: hello.rank not in self._taken, FORMER_END_S):
-                return RetryLater(coded("E-RANK", f"{who} is already connected: give each process its own rank, or end the old "
+                return RetryLater(append_code("E-RANK",
+                                              f"{who} is already connected: give each process its own rank, or end the old "
                                                   "process"))
             self._taken.add(hello.rank)
             self._failed.pop(hello.rank, None)  # before the welcome: after it the dialer counts as connected
@@ -344,7 +346,7 @@ class StreamTransport:
         return 0 if held is None else held.part * held.part_nbytes
 
     def _connect(self, sock: ByteChannel, peer: int, reader: Reader, session: bytes, former: Unfinished,
-                 held: tuple[Held, ...], certified: PeerCertificate | None = None) -> None:
+                 held: tuple[HeldBody, ...], certified: PeerCertificate | None = None) -> None:
         sock.settimeout(None)
         reader.max_nbytes = self._settings.max_nbytes
         connection = Connection(
@@ -371,18 +373,18 @@ class StreamTransport:
             self._lock.notify_all()
             self._ending = {c for c in self._ending if c.alive()} | {connection}
             if connection.session and reason is not None and not (connection.broken or self._closed.is_set()):
-                self._barred[connection.session] = coded(reason.code, reason.what)
+                self._barred[connection.session] = append_code(reason.code, reason.what)
             if connection.broken and self._failure(connection.peer) is None:
                 self._former[connection.peer] = connection
         if connection.broken and reason is not None and not self._closed.is_set():
             self.broken(connection.peer, reason)
 
-    def missed(self) -> tuple[str, ...]:
+    def disconnected_peers(self) -> tuple[str, ...]:
         """Returns the names of peers whose machine closed their connection without a BYE, and that have not reconnected."""
         with self._lock:
             return tuple(peer_name(peer) for peer, former in sorted(self._former.items()) if former.by_peer)
 
-    def heard(self, since_s: float) -> tuple[str, ...]:
+    def heard_since(self, since_s: float) -> tuple[str, ...]:
         """Returns the names of connected peers from which bytes have arrived since that time.monotonic()."""
         with self._lock:
             return tuple(peer_name(peer) for peer, one in sorted(self._connections.items()) if one.heard_s >= since_s)
@@ -455,7 +457,7 @@ def closed() -> CommError:
     return CommError("this end of the transport was closed", code="E-SESSION-CLOSED")
 
 
-def _greeting_of(former: Unfinished) -> tuple[Held, ...]:
+def _held_bodies(former: Unfinished) -> tuple[HeldBody, ...]:
     return tuple(body.held() for body in former.values())
 
 
@@ -483,7 +485,7 @@ def accept_connections(
             if error.errno not in (errno.ECONNABORTED, errno.EINTR):
                 closed.wait(0.1)  # file descriptors or memory are short: other threads may free some
             continue
-        where, source = f"{address[0]}:{address[1]}", source_of(address[0])
+        where, source = f"{address[0]}:{address[1]}", address_source(address[0])
         if not handshakes.admit(source):
             with contextlib.suppress(OSError):
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)

@@ -130,7 +130,7 @@ class Reader:
         self._begun = False
 
     @property
-    def between(self) -> bool:
+    def at_frame_boundary(self) -> bool:
         """True: the bytes so far end with a complete frame, so the connection may be closed now."""
         return self._error is None and self._body is None and self._start == self._stop
 

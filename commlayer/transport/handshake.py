@@ -24,12 +24,12 @@ from commlayer.errors import (
     PeerLost,
     Refused,
     SentNothing,
-    coded,
+    append_code,
     short_line,
 )
 from commlayer.records import MALFORMED, Record, complete
 from commlayer.transport import framing
-from commlayer.transport.chunking import Held
+from commlayer.transport.chunking import HeldBody
 from commlayer.transport.crc import crc32c
 from commlayer.transport.flow.fair_share import ConnectionTable, FairShare, MinuteCounts
 from commlayer.transport.framing import Frame, Reader
@@ -58,7 +58,7 @@ class Hello(Record, frozen=True):
     """Random bytes, different for each connection."""
     session: bytes = b""
     """Random bytes that identify the dialer's process, equal when it reconnects; b"" if it never reconnects."""
-    held: tuple[Held, ...] = ()
+    held: tuple[HeldBody, ...] = ()
     """Unfinished bodies of the dialer's former connection, as far as the dialer has them."""
 
 
@@ -85,7 +85,7 @@ class Welcome(Record, frozen=True):
     """The acceptor's proof that it knows the secret; b"" if the dialer has not proved the secret."""
     later: bool = False
     """True: the reason is temporary, so dialing again may succeed."""
-    held: tuple[Held, ...] = ()
+    held: tuple[HeldBody, ...] = ()
     """Unfinished bodies of the dialer's former connection, as far as the acceptor has them."""
 
 
@@ -106,13 +106,14 @@ def same_job(mine: Hello) -> Admit:
 
     def admit(theirs: Hello) -> str:
         if theirs.protocol != mine.protocol:
-            return coded("E-VERSION", f"uses protocol {theirs.protocol} (commlayer {short_line(theirs.version, 64) or '?'}), "
+            return append_code("E-VERSION",
+                               f"uses protocol {theirs.protocol} (commlayer {short_line(theirs.version, 64) or '?'}), "
                                       f"but this process uses {mine.protocol} (commlayer {mine.version or '?'}): install the "
                                       "same version on all machines")
         if theirs.job != mine.job:
-            return coded("E-RANKS-DIFFER", "belongs to another job: start all processes with the same model and job id")
+            return append_code("E-RANKS-DIFFER", "belongs to another job: start all processes with the same model and job id")
         if theirs.plan and mine.plan and theirs.plan != mine.plan:
-            return coded("E-RANKS-DIFFER", "uses a different plan: start all processes with the same plan")
+            return append_code("E-RANKS-DIFFER", "uses a different plan: start all processes with the same plan")
         return ""
 
     return admit
@@ -121,7 +122,7 @@ def same_job(mine: Hello) -> Admit:
 def dial_handshake(
     sock: ByteChannel, reader: Reader, mine: Hello, secret: str, peer: int, deadline: float, channel: bytes = b"",
     answer_by: float = math.inf, keys: Keys | None = None,
-) -> tuple[PeerCertificate | None, tuple[Held, ...]]:
+) -> tuple[PeerCertificate | None, tuple[HeldBody, ...]]:
     """Runs the dialer's side of the handshake. Raises Refused with the acceptor's reason. `channel` binds the proof to this
     channel. `answer_by` limits the wait for the CHALLENGE. The WELCOME may take longer, since the acceptor may wait for a
     plan.
@@ -176,7 +177,7 @@ def accept_handshake(
 
 
 def send_welcome(sock: ByteChannel, rank: int, error: str, proof: bytes, who: str, deadline: float,
-                 held: tuple[Held, ...] = ()) -> None:
+                 held: tuple[HeldBody, ...] = ()) -> None:
     welcome = Welcome(rank, str(error), proof, isinstance(error, RetryLater), held)
     _write(sock, Kind.WELCOME, rank, welcome, who, deadline)
 

@@ -55,7 +55,7 @@ class InFlightRequests:
         self._kept[slot] = request
         return request
 
-    def request_of(self, header: Header) -> Request | None:
+    def find_request(self, header: Header) -> Request | None:
         """Returns the request with this header's key, if it is in flight and expects an answer."""
         return self._kept.get(answer_key(header))
 

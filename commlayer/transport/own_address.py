@@ -40,7 +40,7 @@ def default_address() -> str:
     return next((address for far in FAR if (address := address_to(far))), "")
 
 
-def interface_of(address: str) -> str:
+def find_interface(address: str) -> str:
     """Returns the name of the network interface that has the address; "" if unknown."""
     if ":" in address:
         wanted = ipaddress.ip_address(address.partition("%")[0]).exploded.replace(":", "")
@@ -64,7 +64,7 @@ def interface_towards(hosts: Iterable[str]) -> str:
     for host in hosts:
         address = address_to(host)
         local = not address or ipaddress.ip_address(address.partition("%")[0]).is_loopback
-        name = "" if local else interface_of(address)
+        name = "" if local else find_interface(address)
         if name:
             return name
     return ""

@@ -262,7 +262,7 @@ def limit_wait(channel: ByteChannel, deadline: float) -> None:
     channel.settimeout(left_s)
 
 
-def binding_of(channel: ByteChannel) -> bytes:
+def channel_binding(channel: ByteChannel) -> bytes:
     """Returns the bytes that bind a proof to this channel; b"" without TLS."""
     bound: bytes = getattr(channel, "channel", b"")
     return bound

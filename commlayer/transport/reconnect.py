@@ -224,7 +224,7 @@ class ReconnectingTransport:
     def _send_again(self, link: _Link, asked: Message) -> None:
         """Sends a contribution that the server does not have."""
         with link.order:
-            request = link.inflight.request_of(asked.header._replace(kind=Kind.PUSH))
+            request = link.inflight.find_request(asked.header._replace(kind=Kind.PUSH))
             if request is not None and (request.sending is None or request.sending.done()):  # else it comes
                 request.sending = self._carrier.send(asked.peer, request.header, request.body)
         if request is not None:

@@ -228,7 +228,7 @@ def bases(name: str, hostile: HostileMember) -> list[Mapping[str, Any]]:
         "Heartbeat": [{"token": hostile.token}],
         "WatchRequest": [{"token": hostile.token}],
         "KvRequest": [{"home": hostile.home}],
-        "PlanPart": [{"plan_digest": messages.digest_of(own_plan), "nbytes": len(own_plan), "data": own_plan[:10]}],
+        "PlanPart": [{"plan_digest": messages.hash_plan_bytes(own_plan), "nbytes": len(own_plan), "data": own_plan[:10]}],
     }.get(name, [{}])
 
 

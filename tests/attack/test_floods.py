@@ -30,7 +30,7 @@ from commlayer.cluster.calls.rpc_server import MAX_CALL_S
 from commlayer.cluster.keys import enrolment_client, invitations
 from commlayer.cluster.keys.home_keys import HomeLine
 from commlayer.config import host_port
-from commlayer.demo.links import Link, Relay
+from commlayer.demo.links import LinkDirection, Relay
 from commlayer.errors import NotYet
 from commlayer.transport.endpoint import Settings, StreamTransport
 from commlayer.transport.flow.fair_share import LIMIT
@@ -126,7 +126,8 @@ def test_member_on_a_slow_link_joins_during_a_flood(job: Job) -> None:
     with Relay(0.15) as relay, Stranger(job.victim.data_address, "hold", source="127.0.0.2", rate=5000.0), \
             Stranger(job.victim.address, "hold", source="127.0.0.2", rate=5000.0):
         port = host_port(job.victim.data_address)[1]
-        slow = relay.listen(lambda: port, [Link(1e7), Link(20_000.0)], [Link(1e7)])  # the certificate takes half a second
+        # the certificate takes half a second
+        slow = relay.listen(lambda: port, [LinkDirection(1e7), LinkDirection(20_000.0)], [LinkDirection(1e7)])
         time.sleep(0.5)
         job.dial(f"127.0.0.1:{slow}")
     job.check(job.victim.usage())

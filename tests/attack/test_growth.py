@@ -17,7 +17,7 @@ from support.hostile import DataConnection, HonestMember, HostileMember, Victim,
 
 from commlayer import records
 from commlayer.cluster.calls import messages
-from commlayer.compressors import codec_of
+from commlayer.compressors import make_codec
 from commlayer.planner import default_plan
 from commlayer.records import Job, Plan, TensorInfo
 from commlayer.transport import framing
@@ -103,7 +103,7 @@ def results_again(scene: Scene, data: DataConnection) -> None:
     """A quarter of the result's chunks is not zero. The sender makes a copy of these."""
     x = np.zeros(NUMEL, np.float32)
     x[: NUMEL // 4] = 1.0
-    codec, spec = codec_of(PLAN.buckets[0]), PLAN.buckets[0].spec
+    codec, spec = make_codec(PLAN.buckets[0]), PLAN.buckets[0].spec
     out = memoryview(bytearray(codec.bound(spec)))
     body = bytes(out[: codec.start(x, codec.init(spec), out)])
     header, _ = scene.hostile.contribution(1)

@@ -13,7 +13,7 @@ from support.mailbox import InboxTransport
 from support.meshes import data, frame, raw_peer, soon
 
 from commlayer.errors import DeadlineExceeded
-from commlayer.transport.connection import Limits
+from commlayer.transport.connection import SizeLimits
 from commlayer.transport.endpoint import Settings
 from commlayer.transport.handshake import Hello
 
@@ -25,7 +25,7 @@ PEER = 5
 @pytest.fixture
 def server() -> Iterator[InboxTransport]:
     end = InboxTransport(Hello("test", 0x8000), settings=Settings(buffer_nbytes=1 << 16))
-    end.limits = Limits(messages=MESSAGES)
+    end.limits = SizeLimits(messages=MESSAGES)
     yield end
     end.close(0.1)
 

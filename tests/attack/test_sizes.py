@@ -37,7 +37,7 @@ from commlayer.engine.epochs.state_relay import NewestEpoch, StateRelay
 from commlayer.engine.guards.parameter_drift import DriftRow, ParameterDrift
 from commlayer.engine.job.plan_agreement import from_rank_0
 from commlayer.engine.observers.trace import gather_steps
-from commlayer.observe.step_trace import Event, RecordedStep
+from commlayer.observe.step_trace import RecordedStep, TraceEvent
 from commlayer.records import Epoch, Member, encode
 
 WORLD, HOSTILE, TIMEOUT_S = 3, 0, 20.0
@@ -67,7 +67,7 @@ def list_of_checkpoints(groups: Groups, folder: Path) -> None:
 
 
 def checkpoint_of_model(groups: Groups, folder: Path) -> None:
-    mark = checkpoint_files.Mark("x", 1, 1, WORLD, 1, "")
+    mark = checkpoint_files.CheckpointHeader("x", 1, 1, WORLD, 1, "")
     if groups.rank == HOSTILE and not folder.exists():
         checkpoint_files.write(folder, {"training-0": {"x": torch.zeros(1)}}, mark, None)
     found = checkpoint.FoundCheckpoint(folder if groups.rank == HOSTILE else folder / "none", mark, False, {})
@@ -149,7 +149,7 @@ BODIES: dict[str, tuple[Callable[..., None], bytes]] = {
     "a trace that expands": (trace, zlib.compress(bytes(64 << 20), 9)), "no trace": (trace, b"noise"),
     "a trace of other steps": (trace, zlib.compress(msgspec.msgpack.encode([]))),
     "a trace of a bucket that does not exist": (trace, zlib.compress(msgspec.msgpack.encode(
-        [RecordedStep({}, {"backward": 0.0, "end": 1.0}, [Event("x", 99, 0.0, 1.0)])]))),
+        [RecordedStep({}, {"backward": 0.0, "end": 1.0}, [TraceEvent("x", 99, 0.0, 1.0)])]))),
     "settings that are a list": (settings, b"[1, 2]"), "deep settings": (settings, b"[" * 60_000),
 }
 
@@ -175,11 +175,11 @@ def test_malformed_or_growing_body_is_refused_by_all(name: str) -> None:
 
 
 def test_checkpoint_header_with_an_impossible_number_of_workers_is_refused(tmp_path: Path) -> None:
-    mark = checkpoint_files.Mark("x", 1, 1, 2, 1, "")
+    mark = checkpoint_files.CheckpointHeader("x", 1, 1, 2, 1, "")
     for field in ("world", "servers"):
         one = msgspec.structs.replace(mark, **{field: 10**12})
         checkpoint_files.write(tmp_path / "save-1", {"training-0": {"x": torch.zeros(1)}}, one, None)
-        assert "E-CHECKPOINT" in checkpoint_files.saves_of(tmp_path)[0].fault
+        assert "E-CHECKPOINT" in checkpoint_files.find_checkpoints(tmp_path)[0].fault
         encoded = msgspec.json.encode([checkpoint_files.SaveOnDisk(1, mark=one)])
         assert_refused(outcome(lambda data=encoded: collectives.decode_json(data, list[checkpoint_files.SaveOnDisk], "a list",
                                                                              "rank 0")), "E-FRAME", "rank 0", field)

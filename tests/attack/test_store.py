@@ -17,7 +17,7 @@ from support.coordinators import (
     Opened,
     until,
 )
-from support.internals import config_of, rendezvous_of, store_of
+from support.internals import config_from_options, rendezvous_of, store_of
 from support.site_groups import joined, leave, met
 from torch.distributed import distributed_c10d
 
@@ -104,7 +104,7 @@ def test_departed_site_or_its_replacement_has_no_effect(opened: Opened) -> None:
     leave(opened, hostile, "it comes again")
     line = outcome(lambda: hostile.request(soon(), put=[(("new", ANY), b"")]))
     assert re.search("it comes again", line)
-    impostor = opened.add(KvClient(coordinator.address, config_of(coordinator), "another home"))
+    impostor = opened.add(KvClient(coordinator.address, config_from_options(coordinator), "another home"))
     assert_refused(outcome(lambda: impostor.request(soon(), put=[(CHUNK, b"forged")])), "E-RENDEZVOUS-ENDED")
     assert read(zero, *OWN) == tuple(OWN.values())
 

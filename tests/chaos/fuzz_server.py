@@ -29,7 +29,8 @@ PLAN = planner.default_plan(JOB, codec="identity()", path="service", servers=1, 
 
 def main() -> None:
     coordinator = Coordinator(read_config({"token": SECRET}), workers=HONEST + 1, servers=1)
-    core = Summation(0, 1, dict(server_codecs.ops_of(PLAN, 0)), server_codecs.senders_of(PLAN, node_ranks(HONEST, 1)))
+    core = Summation(0, 1, dict(server_codecs.make_codec_ops(PLAN, 0)),
+                     server_codecs.contributing_ranks(PLAN, node_ranks(HONEST, 1)))
     transport = StreamTransport(Hello("job", SERVER_BASE), lambda _: "", Settings(secret=SECRET, resume=True))
     addresses: dict[str, Any] = {"control": coordinator.address, "data": join_host(*transport.listen())}
     server = SumServer(core, transport, range(SERVER_BASE), stall_s=60.0, recycle=transport.pool.give)

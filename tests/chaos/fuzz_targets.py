@@ -21,7 +21,7 @@ from commlayer.cluster.keys import enrolment_messages
 from commlayer.cluster.membership import job_events, membership, uploaded_plans
 from commlayer.cluster.processes.channels import node_ranks
 from commlayer.cluster.servers import server_codecs, summation, summation_server
-from commlayer.compressors import codec_of, parse, seed, wrap
+from commlayer.compressors import make_codec, parse, seed, wrap
 from commlayer.compressors.codec import Codec
 from commlayer.errors import CorruptFrame, PeerLost, RecordError, Refused
 from commlayer.observe import events
@@ -86,7 +86,7 @@ def frames() -> Target:
         reader.place = assembly.place
         at, cut = 0, rng.choice((len(data), rng.randrange(len(data) + 1)))
         while at < len(data):
-            if at >= cut and reader.between:
+            if at >= cut and reader.at_frame_boundary:
                 assembly, cut = Assembly(allocate_bytes, lambda _: CAP_NBYTES, lambda: KEPT_NBYTES,
                                          former=assembly.unfinished()), len(data)
                 reader.place = assembly.place
@@ -301,7 +301,8 @@ def member_events() -> Target:
 
 def parts_of_plans() -> Target:
     plan = bytes(range(256)) * 4
-    parts = [messages.PlanPart(messages.digest_of(plan), len(plan), at, plan[at : at + 300]) for at in range(0, 1024, 300)]
+    parts = [messages.PlanPart(messages.hash_plan_bytes(plan), len(plan), at, plan[at : at + 300])
+             for at in range(0, 1024, 300)]
     examples = [messages.pack(part) for part in parts]
     known = uploaded_plans.UploadedPlans()
 
@@ -320,15 +321,15 @@ def plans() -> Target:
     def read(data: bytes, _: random.Random) -> None:
         plan = records.decode(data, Plan, "plan of worker 0")
         if not planner.verify_alone(plan, 2) and sum(b.numel for b in plan.buckets) <= CAP_NBYTES:
-            server_codecs.ops_of(plan, 0)
+            server_codecs.make_codec_ops(plan, 0)
 
     return Target("plans", [records.encode(PLAN)], read, (RecordError, ValueError))
 
 
 def sums() -> Target:
     """Headers of contributions at a server, with matching payloads."""
-    ops = server_codecs.ops_of(PLAN, 0)
-    core = summation.Summation(0, 1, dict(ops), server_codecs.senders_of(PLAN, node_ranks(2, 1)))
+    ops = server_codecs.make_codec_ops(PLAN, 0)
+    core = summation.Summation(0, 1, dict(ops), server_codecs.contributing_ranks(PLAN, node_ranks(2, 1)))
     good = [frame(Header(Kind.PUSH, 1, 0, b.id, codec=ops[b.id].codec, sender=rank, weight=1.0, total=2.0), _flagged(b))
             for b in PLAN.buckets for rank in (0, 1)]
 
@@ -352,7 +353,7 @@ def _flagged(bucket: records.Bucket) -> bytes:
     from commlayer.compressors.payload import HEADER_NBYTES, write_flagged
 
     out = memoryview(bytearray(HEADER_NBYTES))
-    write_flagged(out, codec_of(bucket, plan=PLAN).id, bucket.numel)
+    write_flagged(out, make_codec(bucket, plan=PLAN).id, bucket.numel)
     return bytes(out)
 
 
@@ -406,7 +407,7 @@ def states() -> list[Target]:
     result = []
     for text in ("topk(ratio=0.1)", "qsgd()"):
         bucket = msgspec.structs.replace(PLAN.buckets[0], codec=text)
-        ops = server_codecs.CodecOps(codec_of(bucket, plan=PLAN), bucket, PLAN.job)
+        ops = server_codecs.CodecOps(make_codec(bucket, plan=PLAN), bucket, PLAN.job)
         result.append(Target(f"state {text.partition('(')[0]}", [ops.snapshot()], _restoring(ops), (CorruptFrame, ValueError)))
     return result
 

@@ -29,7 +29,7 @@ from bench import Unmeasurable
 from bench.report import Result
 from commlayer.cluster.calls.call_proofs import AuthenticationFailed
 from commlayer.cluster.calls.coordinator_channel import CoordinatorChannel
-from commlayer.compressors import codec_of, seed
+from commlayer.compressors import make_codec, seed
 from commlayer.config import host_port
 from commlayer.errors import CommError
 from commlayer.transport import handshake
@@ -237,7 +237,7 @@ class _Honest:
         """Runs a step of every bucket and returns its seconds. CommError if a sum does not come, ValueError if it is wrong."""
         begin = time.monotonic()
         for bucket in PLAN.buckets:
-            codec = codec_of(bucket, plan=PLAN)
+            codec = make_codec(bucket, plan=PLAN)
             payload, out = memoryview(bytearray(codec.bound(bucket.spec))), torch.zeros(bucket.numel)
             handles = []
             for end in self._ends:

@@ -135,7 +135,7 @@ def attend(pipe: Any, place: int) -> None:
 
     config = read_config()
     attendance = SiteLease(config.join, config, messages.site_request(1, place), lambda line: print(line, file=sys.stderr))
-    seat = attendance.meet(START_S)
+    seat = attendance.register_and_wait(START_S)
     first, joins = (seat.world - 1, seat.rank) if seat.joins else (seat.rank, -1)
     pipe.send((Launch(first, seat.world, 0, 1, seat.node, seat.node, attendance.request.token, joins), seat.nodes,
                seat.min_workers))

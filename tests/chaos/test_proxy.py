@@ -60,7 +60,7 @@ def test_result_of_rows_identifies_its_senders() -> None:
 
 
 class Echo:
-    """A server that sends back what it gets, behind a proxy; `near` is a connection through it."""
+    """A server that sends back what it gets, behind a proxy; `local_address` is a connection through it."""
 
     def __init__(self) -> None:
         self.listener = socket.create_server(("127.0.0.1", 0))
@@ -71,7 +71,7 @@ class Echo:
         with socket.create_server(("127.0.0.1", 0)) as free:
             address = free.getsockname()
         self.proxy = Proxy(address, self.listener.getsockname(), [self.link], Seen(1), rank=0)
-        self.near = socket.create_connection(address, 5.0)
+        self.local_address = socket.create_connection(address, 5.0)
 
     def _serve(self) -> None:
         while True:
@@ -88,11 +88,11 @@ class Echo:
         self.ended.set()
 
     def asked(self, data: bytes) -> bytes:
-        self.near.sendall(data)
-        return self.near.recv(1000)
+        self.local_address.sendall(data)
+        return self.local_address.recv(1000)
 
     def close(self) -> None:
-        self.near.close()
+        self.local_address.close()
         self.link.close()
         self.proxy.close()
         self.listener.shutdown(socket.SHUT_RDWR)
@@ -113,12 +113,12 @@ def test_bytes_are_forwarded_flipped_and_held(echo: Echo) -> None:
     (bits,) = {bin(a ^ b).count("1") for a, b in zip(b"x", echo.asked(b"x"), strict=True)}
     assert (bits, echo.asked(b"y"), echo.link.shots) == (1, b"y", 1)
     echo.link.ways[DOWN].hold()
-    echo.near.settimeout(0.2)
+    echo.local_address.settimeout(0.2)
     with pytest.raises(TimeoutError):
         echo.asked(b"late")
     echo.link.ways[DOWN].release()
-    echo.near.settimeout(5.0)
-    assert (echo.near.recv(1000), echo.link.shots) == (b"late", 2)
+    echo.local_address.settimeout(5.0)
+    assert (echo.local_address.recv(1000), echo.link.shots) == (b"late", 2)
 
 
 def test_connection_that_ends_in_its_greeting_ends_at_both_ends() -> None:
@@ -144,15 +144,15 @@ def test_cut_ends_open_connections_and_half_a_cut_reaches_one_end(echo: Echo, ha
     assert echo.asked(b"hello") == b"hello"
     assert echo.link.cut(reset=True, halves=halves) == 1
     with pytest.raises(ConnectionError):
-        echo.near.recv(1000) or (_ for _ in ()).throw(ConnectionResetError)
+        echo.local_address.recv(1000) or (_ for _ in ()).throw(ConnectionResetError)
     assert echo.ended.wait(0.2 if halves else 5.0) == (not halves)
     assert echo.link.cut(reset=True) == 0
 
 
 def test_ended_connection_is_not_cut(echo: Echo) -> None:
     assert echo.asked(b"hello") == b"hello"
-    echo.near.shutdown(socket.SHUT_WR)
-    assert echo.near.recv(1000) == b""
+    echo.local_address.shutdown(socket.SHUT_WR)
+    assert echo.local_address.recv(1000) == b""
     until = time.monotonic() + 5.0
     while echo.link.open and time.monotonic() < until:
         time.sleep(0.01)

@@ -20,8 +20,8 @@ from torch import nn
 
 import commlayer
 from commlayer.engine.checkpoints import checkpoint
-from commlayer.engine.checkpoints.checkpoint_files import Mark, SaveOnDisk
-from commlayer.errors import code_of
+from commlayer.engine.checkpoints.checkpoint_files import CheckpointHeader, SaveOnDisk
+from commlayer.errors import find_error_code
 from commlayer.optim import OuterSGD
 
 SERVERS, MORE = 2, 6
@@ -225,7 +225,7 @@ def test_checkpoint_of_another_model_is_one_line(model: nn.Module, groups: int, 
     with commlayer.attach(model, optimizer) as session:
         line = error_of(lambda: session.resume(tmp_path))
     assert text in line
-    assert code_of(line) == "E-CHECKPOINT"
+    assert find_error_code(line) == "E-CHECKPOINT"
     assert "\n" not in line
 
 
@@ -235,11 +235,11 @@ def test_file_of_another_checkpoint_is_named(tmp_path: Path) -> None:
     shutil.copy(tmp_path / "b" / "save-1" / "rank-0.safetensors", tmp_path / "a" / "save-1")
     line = error_of(lambda: checkpoint.find(None, 0, 1, tmp_path / "a"))
     assert "rank-0.safetensors belongs to another checkpoint, of step 3" in line
-    assert code_of(line) == "E-CHECKPOINT"
+    assert find_error_code(line) == "E-CHECKPOINT"
 
 
 def on_disk(number: int, save: str, run: int) -> SaveOnDisk:
-    return SaveOnDisk(number, save, Mark(save, 10 * number, 0, 2, 1, "", training_id=run), (), sealed=True)
+    return SaveOnDisk(number, save, CheckpointHeader(save, 10 * number, 0, 2, 1, "", training_id=run), (), sealed=True)
 
 
 @pytest.mark.parametrize(("third", "refused"), [
@@ -254,7 +254,7 @@ def test_only_an_older_checkpoint_of_the_same_training_is_replaced(third: list[S
     if refused:
         line = error_of(lambda: checkpoint.refuse_mixture(Path("dir"), rows, 7, "new", new.mark))
         assert "rank 2" in line
-        assert code_of(line) == "E-CHECKPOINT"
+        assert find_error_code(line) == "E-CHECKPOINT"
     else:
         checkpoint.refuse_mixture(Path("dir"), rows, 7, "new", new.mark)
 
@@ -327,11 +327,11 @@ def test_checkpoints_succeed_or_fail_on_all_ranks_together(tmp_path: Path) -> No
         assert report["step"] == 4, "neither a refused load nor a failed save, after a dropped step, disturbs the job"
         assert report["empty"] is False
         for name in ("unsealed", "no model", "cut", "extra", "no state"):
-            assert code_of(report[name]) == "E-CHECKPOINT", report[name]
+            assert find_error_code(report[name]) == "E-CHECKPOINT", report[name]
             assert "\n" not in report[name]
         assert report["left"] == []
-    assert code_of(results[0]["disk"]) == code_of(results[0]["no directory"]) == "E-OTHER-RANK"
-    assert code_of(results[1]["no directory"]) == "E-FILE"
+    assert find_error_code(results[0]["disk"]) == find_error_code(results[0]["no directory"]) == "E-OTHER-RANK"
+    assert find_error_code(results[1]["no directory"]) == "E-FILE"
     assert "File too large" in results[1]["disk"]
     assert sorted(p.name for p in (tmp_path / "good" / "save-1").iterdir()) == FILES
 

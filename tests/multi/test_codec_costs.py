@@ -11,8 +11,8 @@ from support.rank_pool import pool
 
 from commlayer.autotune.measure import calibration
 from commlayer.cluster.processes.collectives import Groups
-from commlayer.planner.costs import Prices, traffic_of
-from commlayer.planner.model import ZERO, Line, Profile
+from commlayer.planner.costs import Prices, collective_traffic
+from commlayer.planner.model import ZERO, LinearCost, Profile
 
 BUDGET_S = 0.2
 
@@ -51,7 +51,7 @@ def seconds(profile: Profile, path: str, codec: str = DENSE, *, tall_nodes: bool
 
 def test_measured_intra_node_rates_override_declared_ones() -> None:
     path = "node.reduce net.allreduce node.broadcast"
-    slower = structs.replace(PROFILE, inside=Line(1e-3, 1e-9))
+    slower = structs.replace(PROFILE, inside=LinearCost(1e-3, 1e-9))
     lines = seconds(PROFILE, path)
     # Two nodes, each with a reduce and a broadcast of two messages in a row.
     assert seconds(slower, path) - lines == pytest.approx(2 * 2 * (2 * (1e-3 - 1e-5) + 4 * (1 << 20) * (1e-9 - 8 / 100e9)))
@@ -60,19 +60,19 @@ def test_measured_intra_node_rates_override_declared_ones() -> None:
 def test_no_collective_between_nodes_is_faster_than_its_links() -> None:
     path = "allreduce"
     lines = seconds(PROFILE, path, tall_nodes=False)
-    quick, slow = (structs.replace(PROFILE, across=line) for line in (Line(1e-9, 1e-12), Line(5e-3, 20e-9)))
+    quick, slow = (structs.replace(PROFILE, across=line) for line in (LinearCost(1e-9, 1e-12), LinearCost(5e-3, 20e-9)))
     assert seconds(quick, path, tall_nodes=False) == lines
-    traffic = traffic_of("allreduce", 4)
+    traffic = collective_traffic("allreduce", 4)
     expected_s = traffic.messages * 5e-3 + traffic.passes * 4 * (1 << 20) * 20e-9
     assert seconds(slow, path, tall_nodes=False) == pytest.approx(expected_s)
 
 
 def test_allreduce_sum_is_priced_by_its_own_bytes() -> None:
     """Not by the bytes of the payloads sent to a server."""
-    wider = structs.replace(PROFILE, codecs=tuple(structs.replace(c, reduced=Line(8, 2.0)) if c.codec == SHARED else c
+    wider = structs.replace(PROFILE, codecs=tuple(structs.replace(c, reduced=LinearCost(8, 2.0)) if c.codec == SHARED else c
                                                   for c in PROFILE.codecs))
     summed, served = "encode@cpu all.allreduce decode@cpu", "encode@cpu net.push net.pull decode@cpu"
-    passes = traffic_of("allreduce", 4).passes
+    passes = collective_traffic("allreduce", 4).passes
     more_nbytes = passes * ((2.0 - 0.04) * (1 << 20) + 8 - 16)
     assert (seconds(wider, summed, SHARED, tall_nodes=False) - seconds(PROFILE, summed, SHARED, tall_nodes=False)
             == pytest.approx(more_nbytes * 8 / 1e9))

@@ -44,7 +44,7 @@ from commlayer.cluster.membership.coordinator import Coordinator
 from commlayer.cluster.membership.coordinator_journal import CoordinatorJournal
 from commlayer.cluster.processes.child_processes import EmbeddedServer
 from commlayer.cluster.servers import worker_client
-from commlayer.errors import CommError, DeadlineExceeded, PeerLost, Refused, cause_of
+from commlayer.errors import CommError, DeadlineExceeded, PeerLost, Refused, exit_reason
 from commlayer.records import Epoch, ServerInfo
 from commlayer.transport.endpoint import Settings, StreamTransport
 from commlayer.transport.handshake import Hello
@@ -81,7 +81,7 @@ def test_unresolvable_host_name_is_named(who: str, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(coordinator_channel, "NAME_S", 0.3)
     address, config = "no-such-host.invalid:7000", quick(insecure=True, join_deadline_s=60.0)
     attendance = SiteLease(address, config, messages.site_request(1, messages.ANY), lambda _: None)
-    meet = {"home": lambda: attendance.meet(60.0),
+    meet = {"home": lambda: attendance.register_and_wait(60.0),
             "worker": lambda: client.join(address, messages.worker_request("job", 0, 1), config, Failures())}[who]
     with pytest.raises(CommError, match=r"'no-such-host\.invalid'.*E-ADDRESS") as report:
         meet()
@@ -111,7 +111,7 @@ def test_plan_is_sent_once_even_after_its_registration_was_freed(opened: Opened,
         opened.append(client.join(coordinator.address, messages.worker_request("job", 1, 2), quick(), Failures()))
         opened.append(waiting.result(WAIT_S))
     assert {p.plan for p in sent} == {b""}
-    assert {p.plan_digest for p in sent} == {messages.digest_of(plan)}
+    assert {p.plan_digest for p in sent} == {messages.hash_plan_bytes(plan)}
     assert sorted(p.begin for p in parts.queue) == [i * messages.PART_NBYTES for i in range(4)]
     assert [m.plan for m in opened[1:]] == [plan, plan]
 
@@ -173,7 +173,7 @@ def test_data_port_refuses_control_calls_with_a_hint(caplog: pytest.LogCaptureFi
     attendance = SiteLease(address, quick(), messages.site_request(1), lambda _: None)
     with caplog.at_level(logging.WARNING, "commlayer"):
         for asks in (lambda: client.join(address, messages.worker_request("job", 0, 1), quick(), Failures()),
-                     lambda: attendance.meet(WAIT_S)):
+                     lambda: attendance.register_and_wait(WAIT_S)):
             assert_refused(outcome(asks), "E-ADDRESS", f"coordinator {address}: ", "data")
     attendance.close("refused")
     assert len(caplog.records) <= 8
@@ -465,7 +465,7 @@ def test_lost_member_is_named_among_several_that_end_together() -> None:
     (PeerLost("is gone", peer="worker 1"), "PeerLost: worker 1: is gone [E-PEER-LOST]"),
 ])
 def test_reason_of_an_end_is_one_line_for_the_others(error: BaseException, lines: str) -> None:
-    assert cause_of(error) == lines
+    assert exit_reason(error) == lines
 
 
 def test_journal_of_a_finished_job_is_deleted(tmp_path: Path) -> None:

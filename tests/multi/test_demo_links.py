@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from commlayer.demo.links import BURST_S, LOOPBACK, Link, Relay
+from commlayer.demo.links import BURST_S, LOOPBACK, LinkDirection, Relay
 
 WAIT_S = 30.0
 DATA = bytes(range(256)) * 400
@@ -53,7 +53,7 @@ def sent_and_back(port: int, results: list[bytes]) -> None:
 
 @pytest.mark.parametrize("connections", [1, 2])
 def test_connections_share_their_links(echo: int, connections: int) -> None:
-    up, down, results = Link(8e6), Link(80e6), list[bytes]()
+    up, down, results = LinkDirection(8e6), LinkDirection(80e6), list[bytes]()
     with Relay(DELAY_S) as relay:
         port = relay.listen(lambda: echo, (up,), (down,))
         threads = [threading.Thread(target=sent_and_back, args=(port, results)) for _ in range(connections)]
@@ -73,7 +73,7 @@ def test_connections_share_their_links(echo: int, connections: int) -> None:
 def test_connection_waits_for_an_unknown_target(echo: int) -> None:
     ports, results = [0], list[bytes]()
     with Relay(DELAY_S) as relay:
-        port = relay.listen(lambda: ports[0], (Link(80e6),), (Link(80e6),))
+        port = relay.listen(lambda: ports[0], (LinkDirection(80e6),), (LinkDirection(80e6),))
         thread = threading.Thread(target=sent_and_back, args=(port, results))
         thread.start()
         ports[0] = echo
@@ -89,7 +89,7 @@ def test_first_free_port_is_used(echo: int) -> None:
 
 def test_bytes_in_flight_at_the_end_are_dropped(echo: int) -> None:
     with Relay(WAIT_S) as relay:
-        connection = socket.create_connection((LOOPBACK, relay.listen(lambda: echo, (Link(1e3),), ())), WAIT_S)
+        connection = socket.create_connection((LOOPBACK, relay.listen(lambda: echo, (LinkDirection(1e3),), ())), WAIT_S)
         connection.sendall(DATA)
     with connection, pytest.raises((ConnectionResetError, BrokenPipeError)):
         connection.sendall(1000 * DATA)

@@ -80,7 +80,7 @@ class Server(NamedTuple):
 
     @property
     def certificates(self) -> list[tuple[str, bool]]:
-        return [(one.name, one.revoked) for one in authority.issued(self.ca) if one.name != "server"]
+        return [(one.name, one.revoked) for one in authority.list_issued(self.ca) if one.name != "server"]
 
 
 @pytest.fixture(name="server")

@@ -25,7 +25,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
 import commlayer
-from commlayer.errors import code_of
+from commlayer.errors import find_error_code
 
 WORLD, STEPS = 2, 5
 _ranks = rank_pool.ranks_first(WORLD)
@@ -688,7 +688,7 @@ def test_step_aborted_by_a_peer_does_not_end_later_iterations() -> None:
     without, with_ = with_and_without(caught)
     for (lines, expected), (overlapped, given) in zip(without, with_, strict=True):
         assert same(given, expected)
-        assert [code_of(line) for line in lines if line] in ([""], ["E-STEP-ABANDONED"])
+        assert [find_error_code(line) for line in lines if line] in ([""], ["E-STEP-ABANDONED"])
         # The peer gets the error in the same iteration, as without overlap, or it is only logged.
         assert all(line in {"", own} if "ArithmeticError" not in own else line == own
                    for line, own in zip(overlapped, lines, strict=True))

@@ -26,7 +26,7 @@ from commlayer.cluster.calls.event_client import EventClient
 from commlayer.cluster.membership import client, membership
 from commlayer.cluster.membership.coordinator import Coordinator
 from commlayer.cluster.membership.epoch_change import next_epoch
-from commlayer.cluster.membership.job_events import BURST, JobEvents, changes, waits_of
+from commlayer.cluster.membership.job_events import BURST, JobEvents, changes, list_waits
 from commlayer.cluster.membership.membership import State
 from commlayer.cluster.membership.sites import PendingWait
 from commlayer.cluster.servers.data_server import DataServer
@@ -93,7 +93,7 @@ def test_view_and_coordinator_agree_on_failure(least: int, reasons: tuple[str, .
 
 
 def waits(state: State, now: float, pending: list[PendingWait] | None = None) -> list[tuple[Any, ...]]:
-    found = waits_of(state, pending or [], now, 0.0, 3.0, 10.0, 60.0)
+    found = list_waits(state, pending or [], now, 0.0, 3.0, 10.0, 60.0)
     return [(wait.what, wait.names, wait.waited_s, wait.limit_s) for wait in found]
 
 

@@ -14,7 +14,7 @@ import grpc
 import pytest
 from support.attached import assert_refused, mlp, outcome
 from support.coordinators import WAIT_S, Failures, quick
-from support.internals import config_of
+from support.internals import config_from_options
 from support.jobs import distributed_job
 from support.meshes import PATIENCE_S, exchange_pair, soon
 from support.rank_pool import pool
@@ -234,7 +234,7 @@ def test_secret_is_not_on_the_command_line_or_environment_of_a_child() -> None:
 def attached(rank: int) -> str:
     with commlayer.attach(mlp(), compression=commlayer.compressors.identity(), config=small()) as session:
         link: Any = distributed_job(session).uplink
-        return str(config_of(link).token)
+        return str(config_from_options(link).token)
 
 
 def test_ranks_of_a_group_create_and_share_a_secret() -> None:

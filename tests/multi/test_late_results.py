@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import commlayer
-from commlayer.engine.model.model_tensors import job_of
+from commlayer.engine.model.model_tensors import describe_model
 from commlayer.planner import default_plan
 from commlayer.records import Job, Plan
 
@@ -52,7 +52,7 @@ class Training:
         self.optimizer = OPTIMIZERS[optimizer](self.model.parameters())
         self.called: Any = self.model if how == "module" else DistributedDataParallel(self.model, bucket_cap_mb=0.002)
         config = rank_pool.quick(join=address, servers="each", ranks_per_node=per_node)
-        self.session = commlayer.attach(self.called, self.optimizer, plan=planned(job_of(self.model)), config=config)
+        self.session = commlayer.attach(self.called, self.optimizer, plan=planned(describe_model(self.model)), config=config)
 
     def train(self, first: int, last: int) -> None:
         for step in range(first, last):
@@ -73,7 +73,7 @@ class Training:
 def by_hand(late: str, optimizer: str) -> list[torch.Tensor]:
     """Delayed SGD in one process: the mean gradient, in stale elements that of the previous step; a last step for the rest."""
     model = mlp(width=64)
-    layout = plan(job_of(model), late=late)
+    layout = plan(describe_model(model), late=late)
     masks = [torch.zeros(p.numel(), dtype=torch.bool) for p in model.parameters()]
     for bucket in layout.buckets:
         for part in bucket.slices:

@@ -20,16 +20,16 @@ from commlayer.autotune.measure.probes import (
     FAST_BPS,
     OPENING,
     SeenTraffic,
-    held_up,
+    communication_bound,
     known_links,
-    probed,
+    plan_probe_turns,
+    probe_own_link,
     sustained,
-    turns_of,
 )
 from commlayer.observe.interface_counters import Direction, Throughput
 from commlayer.observe.link_monitor import PAYLOAD
 from commlayer.observe.step_trace import RecordedStep
-from commlayer.planner.model import Line, Link
+from commlayer.planner.model import LinearCost, Link
 
 WORLD, SERVERS, BUDGET_S = 2, 2, 0.2
 _ranks = rank_pool.ranks_first(WORLD)
@@ -57,7 +57,7 @@ def test_traffic_during_most_of_a_step_gives_the_link_rate(
 @pytest.mark.parametrize(("backward_s", "wanted"), [(0.3, True), (1.0, True), (1.01, False), (1.9, False)])
 def test_traffic_overlapped_with_compute_gives_no_link_rate(backward_s: float, wanted: bool) -> None:
     steps = [RecordedStep({}, {"backward": backward_s + more, "end": 2.0 + more}, []) for more in (0.0, 0.0, 5.0)]
-    assert held_up(steps) == wanted
+    assert communication_bound(steps) == wanted
 
 
 @pytest.mark.parametrize(("nodes", "round_trip_s", "everywhere", "wanted"), [
@@ -67,7 +67,7 @@ def test_traffic_overlapped_with_compute_gives_no_link_rate(backward_s: float, w
 def test_nodes_send_probes_in_sequence_within_the_time(
     nodes: int, round_trip_s: float, everywhere: bool, wanted: int,
 ) -> None:
-    turns, turn_s = turns_of(nodes, 1.28, round_trip_s, everywhere=everywhere)
+    turns, turn_s = plan_probe_turns(nodes, 1.28, round_trip_s, everywhere=everywhere)
     assert turns == wanted
     least_s = (OPENING + DRAINED) * round_trip_s
     assert turn_s >= least_s, "windows open, and bytes in flight arrive"
@@ -127,7 +127,7 @@ def probing(run: Run) -> list[dict[str, Any]]:
 
             patch.setattr(made.uplink, "probe", ask)
             nodes = known_links(made, BUDGET_S, SeenTraffic(case[run.rank], 60.0), 60.0, last=last)
-            up_bps, down_bps, alpha_s = probed(made, nodes, BUDGET_S)
+            up_bps, down_bps, alpha_s = probe_own_link(made, nodes, BUDGET_S)
             made.groups.barrier()
         results.append({"found": (up_bps, down_bps), "alpha_s": alpha_s, "asked": [way for way, _ in itertools.groupby(asked)]})
     return results
@@ -174,7 +174,7 @@ def started(run: Run, names: list[str]) -> list[tuple[bool, bool, set[tuple[str,
             patch.setattr(link_rates, "round_trip", lambda *_, seconds=round_trip_s: seconds)
             patch.setattr(link_rates, "rate", lambda *_, bps=bps, rates=rates, **__: rates.append(bps) or bps)
             patch.setattr(calibration, "measure_collectives",
-                          lambda *_, bps=bps: CollectiveCosts(across=Line(NEAR_S / 4, 8 / bps)))
+                          lambda *_, bps=bps: CollectiveCosts(across=LinearCost(NEAR_S / 4, 8 / bps)))
             if "loopback" not in name:
                 patch.setattr(job_actions, "is_loopback", lambda _host: False)
             model = mlp()

@@ -24,10 +24,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import commlayer
-from commlayer.engine.model.model_tensors import job_of
+from commlayer.engine.model.model_tensors import describe_model
 from commlayer.optim import OuterSGD
 from commlayer.planner import default_plan
-from commlayer.planner.buckets import fragments_of
+from commlayer.planner.buckets import divide_into_fragments
 from commlayer.records import Bucket, Plan, Slice
 
 WORLD, H, ROUNDS, TENSORS, SIZE = 2, 4, 3, 4, 600
@@ -68,7 +68,7 @@ class Training:
         self.rank, self.model = rank, Wells()
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=RATE)
         self.scaler = scaler or torch.amp.GradScaler("cpu", enabled=False)
-        plan = default_plan(job_of(self.model), codec=codec, path="service", servers=1, ranks_per_node=per_node,
+        plan = default_plan(describe_model(self.model), codec=codec, path="service", servers=1, ranks_per_node=per_node,
                             fuse_nbytes=2048, cut_nbytes=4096)
         cut = enumerate(cut_at(ends)) if ends else ((b.id, b.slices) for b in plan.buckets)
         buckets = tuple(Bucket(n, slices, path, codec, owner=n % per_node, down="identity()" if path == "service" else "")
@@ -318,8 +318,8 @@ def test_fragments_are_consecutive_buckets_of_the_plan() -> None:
     buckets = [Bucket(n, tuple(Slice(*part) for part in each), "service") for n, each in enumerate(parts)]
     for count, wanted in ((1, [[0, 1, 2, 3, 4]]), (2, [[0, 1], [2, 3, 4]]), (3, [[0], [1, 2], [3, 4]]),
                           (5, [[0], [1], [2], [3], [4]])):
-        assert fragments_of(buckets, count) == wanted
-    assert_refused(outcome(lambda: fragments_of(buckets[:2], 3)), "E-SYNC-FRAGMENTS", "fragments=3: ", " 2 ")
+        assert divide_into_fragments(buckets, count) == wanted
+    assert_refused(outcome(lambda: divide_into_fragments(buckets[:2], 3)), "E-SYNC-FRAGMENTS", "fragments=3: ", " 2 ")
 
 
 class Net(nn.Module):

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 import commlayer
 from commlayer.engine.guards.parameter_drift import LEAST, ParameterDrift, spacing
 from commlayer.engine.model.digests import EXACT_BITS, Digests, pieces
-from commlayer.errors import code_of
+from commlayer.errors import find_error_code
 
 WORLD, STEPS = 2, 14
 
@@ -138,7 +138,7 @@ APART = r"step \d+: rank 1 and rank 0 have stepped their optimizers after differ
 def test_unequal_numbers_of_passes_per_step_are_reported(how: str, drift: str, ends: bool) -> None:
     """Averages then belong to different steps, even if parameters are equal."""
     for lines, decisions in pool(WORLD).call(stepped, how, drift, "always"):
-        assert (bool(re.match(APART, lines)), code_of(lines)) == (ends, "E-REPLICAS" if ends else ""), lines
+        assert (bool(re.match(APART, lines)), find_error_code(lines)) == (ends, "E-REPLICAS" if ends else ""), lines
         reported = [line for line in decisions if re.match(APART, line)]
         assert len(reported) == (drift != "end"), "once, before the end"
 
@@ -173,7 +173,7 @@ class _Sums(Digests):
     def __init__(self, tensors: list[torch.Tensor]) -> None:
         super().__init__(tensors)
         self.by_sums = True
-        self.afresh()
+        self.restart_digests()
 
 
 def reported(kind: type[Digests], tensors: list[torch.Tensor], most_nbytes: int = 4 << 20) -> list[int]:

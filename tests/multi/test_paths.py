@@ -18,19 +18,19 @@ from torch.distributed import distributed_c10d
 import commlayer
 from commlayer.cluster.processes.collectives import Groups
 from commlayer.codec_spec import parse_spec
-from commlayer.compressors import codec_of, error_feedback, int8, parse, topk, two_way
+from commlayer.compressors import error_feedback, int8, make_codec, parse, topk, two_way
 from commlayer.compressors.plan_codecs import ReducedAccumulator
 from commlayer.config import read_config
 from commlayer.engine.job.job import DistributedJob
 from commlayer.engine.model.optimizer_state import OptimizerMemory
 from commlayer.engine.start.connect import connect
-from commlayer.engine.start.rendezvous import Start
+from commlayer.engine.start.rendezvous import StartExchange
 from commlayer.engine.worker.worker import Worker
 from commlayer.optim import OuterSGD
 from commlayer.planner import lower, tree
 from commlayer.planner.data import tables as machines
 from commlayer.planner.model import Cluster
-from commlayer.planner.tree import spell
+from commlayer.planner.tree import format_path
 from commlayer.records import Bucket, Plan, Slice, Spec
 
 WORLD, PER_NODE = 4, 2
@@ -73,7 +73,7 @@ def over_collectives(codec: str, sums: bool) -> tuple[Plan, Shapes]:
     shapes: Shapes = [((24, 33), (500,), (3,))[i % 3] if sums else (SIZES[i % 4],) for i in range(len(paths))]
     tensors = job(shapes)
     buckets = tuple(
-        Bucket(i, (Slice(i, 0, info.numel),), spell(path), owner=i % PER_NODE, shape=info.shape if sums else (),
+        Bucket(i, (Slice(i, 0, info.numel),), format_path(path), owner=i % PER_NODE, shape=info.shape if sums else (),
                codec="identity()" if tree.sums_payloads(path) and not sums else codec)
         for i, (path, info) in enumerate(zip(paths, tensors.tensors, strict=True)))
     plan = Plan(tensors.digest(), buckets, ranks_per_node=PER_NODE)
@@ -83,7 +83,7 @@ def over_collectives(codec: str, sums: bool) -> tuple[Plan, Shapes]:
 def run(rank: int, codec: str, sums: bool, broken: bool, members: int) -> dict[str, Any]:
     groups = Groups(PER_NODE, 30.0, torch.device("cpu"))
     plan, shapes = over_collectives(codec, sums)
-    worker = Worker(job(shapes), plan, {b.id: codec_of(b, rank // PER_NODE) for b in plan.buckets}, torch.device("cpu"),
+    worker = Worker(job(shapes), plan, {b.id: make_codec(b, rank // PER_NODE) for b in plan.buckets}, torch.device("cpu"),
                     rank=rank, groups=groups, members=members)
     try:
         return account(worker, shapes, rank, STEPS, broken)
@@ -143,7 +143,7 @@ def test_different_random_draws_are_reported_on_all_ranks() -> None:
 
 SERVERS = 2
 NODES = Cluster(tuple(machines.node(f"n{i}", "cpu", "10g", ranks=PER_NODE) for i in range(WORLD // PER_NODE)))
-SERVED = [spell(path) for path in tree.usable_paths(NODES, kinds=("service",))]
+SERVED = [format_path(path) for path in tree.usable_paths(NODES, kinds=("service",))]
 CODINGS: dict[str, dict[str, Any]] = {
     "dense": {"codec": "identity()"},
     "cast": {"codec": "fp16()"},
@@ -174,7 +174,7 @@ def attached(rank: int, address: str, per_node: int) -> dict[str, Any]:
                     for i, (path, name) in enumerate(CASES))
     plan = lower(Plan(job(SHAPES).digest(), buckets, servers=SERVERS, ranks_per_node=per_node))
     config = read_config(quick(join=address, ranks_per_node=per_node), environ={}, cwd="/nonexistent")
-    with Start(None, torch.device("cpu")) as start:
+    with StartExchange(None, torch.device("cpu")) as start:
         connection = connect(job(SHAPES), torch.device("cpu"), start, OptimizerMemory([], None, OuterSGD()), plan=plan,
                              config=config)
     assert isinstance(connection, DistributedJob)
@@ -229,7 +229,7 @@ def test_script_may_choose_a_codec_per_direction() -> None:
         assert torch.equal(got, got.to(torch.bfloat16).float()), "as it came down"
         torch.testing.assert_close(got, mean, rtol=2**-7, atol=1e-3)
     bucket = Bucket(0, (Slice(0, 0, 8),), "service", "topk(ratio=0.5)", down="int8()")
-    assert str(codec_of(bucket)) == str(two_way(error_feedback(topk(0.5)), error_feedback(int8())))
+    assert str(make_codec(bucket)) == str(two_way(error_feedback(topk(0.5)), error_feedback(int8())))
     line = outcome(lambda: two_way(topk(0.5), two_way(topk(0.5), int8())))
     assert_refused(line, "E-CODEC-ARGUMENT", "two_way: down is two_way")
 

@@ -21,7 +21,7 @@ from commlayer import plan_file, records
 from commlayer.engine.job.plan_checks import unsuited
 from commlayer.engine.observers import stale_plan
 from commlayer.engine.start.plan_choice import with_server_nodes
-from commlayer.engine.sync.sync_modes import LocalSteps, modes_of, requested_modes, with_modes
+from commlayer.engine.sync.sync_modes import LocalSteps, requested_modes, used_sync_modes, with_modes
 from commlayer.observe.prediction_check import PATIENCE, StalePlan
 from commlayer.planner import builtin, diff, verify, verify_alone
 from commlayer.planner.inputs import checked_inputs, cluster_from_line
@@ -85,10 +85,10 @@ def test_exclusive_sync_modes_are_refused(fields: dict[str, Any], lines: str) ->
 
 
 def test_plan_names_its_sync_mode() -> None:
-    assert [mode for mode, _ in modes_of(plan(local_steps=4, overlap="round"))] == ["local", "round"]
-    assert [mode for mode, _ in modes_of(plan(codes="updates"))] == ["updates"]
-    assert [mode for mode, _ in modes_of(plan(overlap="forward"))] == ["forward"]
-    assert modes_of(plan()) == []
+    assert [mode for mode, _ in used_sync_modes(plan(local_steps=4, overlap="round"))] == ["local", "round"]
+    assert [mode for mode, _ in used_sync_modes(plan(codes="updates"))] == ["updates"]
+    assert [mode for mode, _ in used_sync_modes(plan(overlap="forward"))] == ["forward"]
+    assert used_sync_modes(plan()) == []
 
 
 def test_old_plan_files_load_and_new_ones_keep_all_fields(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from support.keys import (
 )
 
 from commlayer.cluster.calls import messages
-from commlayer.cluster.calls.call_proofs import Known
+from commlayer.cluster.calls.call_proofs import ServerChallenge
 from commlayer.cluster.calls.coordinator_channel import CoordinatorChannel
 from commlayer.cluster.membership import coordinator as coordinator_module
 from commlayer.cluster.membership.coordinator import Coordinator
@@ -49,7 +49,7 @@ def test_reconnecting_member_is_not_logged_as_a_stranger(
     channels = [CoordinatorChannel(coordinator.address, "the-jobs-secret" if knows else "another-secret") for _ in range(3)]
     with caplog.at_level(logging.INFO, "commlayer"):
         for channel in channels:
-            asker_of(channel)._known = Known(bytes(16), None)  # of a connection that is gone
+            asker_of(channel)._known = ServerChallenge(bytes(16), None)  # of a connection that is gone
             with contextlib.suppress(Refused):
                 channel.call("Heartbeat", messages.Heartbeat("unknown"), messages.HeartbeatReply, 10.0)
         time.sleep(0.6)

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commlayer
 from commlayer import LocalSteps, records
-from commlayer.errors import code_of
+from commlayer.errors import find_error_code
 from commlayer.optim import OuterSGD
 from commlayer.transport.protocol import SERVER_BASE, Header, Kind
 
@@ -321,7 +321,7 @@ def twice(rank: int) -> list[str]:
 
 def test_model_is_attached_once_and_again_after_close() -> None:
     for lines in pool(WORLD).call(twice):
-        assert [code_of(line) for line in lines] == ["E-ATTACHED-TWICE"] * 6
+        assert [find_error_code(line) for line in lines] == ["E-ATTACHED-TWICE"] * 6
 
 
 def join(rank: int, address: str) -> str:

@@ -51,7 +51,7 @@ from commlayer.cluster.servers.summation import Summation
 from commlayer.cluster.servers.summation_server import Joins, Stalled
 from commlayer.compressors import kernels
 from commlayer.compressors.kernels import fallback
-from commlayer.compressors.plan_codecs import codec_of
+from commlayer.compressors.plan_codecs import make_codec
 from commlayer.config import host_port, join_host
 from commlayer.engine.worker.worker import Worker
 from commlayer.errors import CommError, CorruptFrame, InvalidInput, PeerLost, RecordError, Refused
@@ -85,7 +85,7 @@ class Serving:
         return self.newest
 
     def end(self, rank: int) -> InboxTransport:
-        end = InboxTransport(Hello(JOB.digest(), rank, messages.digest_of(DATA)))
+        end = InboxTransport(Hello(JOB.digest(), rank, messages.hash_plan_bytes(DATA)))
         self._opened.append(end)
         end.dial(SERVER_BASE, host_port(self.serving.address), soon())
         return end
@@ -109,7 +109,7 @@ class Serving:
 
 
 def contribution(rank: int, step: int = 0, joined: int = 0) -> tuple[Header, memoryview]:
-    codec = codec_of(PLAN.buckets[0])
+    codec = make_codec(PLAN.buckets[0])
     out = memoryview(bytearray(codec.bound(PLAN.buckets[0].spec)))
     nbytes = codec.start(np.full(100, 1.0 + rank, np.float32), codec.init(PLAN.buckets[0].spec), out)
     return Header(Kind.PUSH, 1, step, codec=codec.id, sender=rank, weight=1.0, used=1, joined=joined), out[:nbytes]
@@ -270,14 +270,14 @@ CASES = [*({"codec": text} for text in kit.NAMED.values() if "powersgd" not in t
 
 def served(**fields: str) -> CodecOps:
     bucket = Bucket(0, SLICES, "service", **fields)
-    return CodecOps(codec_of(bucket), bucket, "job")
+    return CodecOps(make_codec(bucket), bucket, "job")
 
 
 @needs_native
 @pytest.mark.parametrize("fields", CASES, ids=lambda fields: " ".join(fields.values()))
 def test_restored_server_continues_bit_for_bit_and_hands_over_residuals(fields: dict[str, str]) -> None:
     ops, other, after = (served(**fields) for _ in range(3))
-    codec = codec_of(Bucket(0, SLICES, "service", **fields))
+    codec = make_codec(Bucket(0, SLICES, "service", **fields))
     state, room, out = codec.init(VECTOR.spec), kit.room(codec, VECTOR.spec), kit.room(codec, VECTOR.spec)
 
     def step(number: int, *servers: CodecOps) -> list[bytes]:
@@ -308,7 +308,7 @@ def test_mismatched_bytes_and_states_are_refused(text: str) -> None:
         with pytest.raises(CorruptFrame):
             ops.add(0, memoryview(junk), ops.new_accumulator(0), True)
     short = Bucket(0, SLICES[:1], "service", codec="topk(ratio=0.1)")
-    for junk in (b"junk", served(codec="momentum(int8())").snapshot(), CodecOps(codec_of(short), short, "job").snapshot()):
+    for junk in (b"junk", served(codec="momentum(int8())").snapshot(), CodecOps(make_codec(short), short, "job").snapshot()):
         with pytest.raises(ValueError, match=r"E-SERVER-STATE|E-CODEC-STATE"):
             ops.restore(junk)
 
@@ -336,7 +336,7 @@ def test_embedded_server_loads_no_torch_for_any_codec(backend: str) -> None:
         for bucket in buckets:
             state = link.fetch_state(0, bucket.id, 0)
             link.put_state(0, bucket.id, 0, state)
-        ones, codec = torch.ones(100), codec_of(buckets[0])
+        ones, codec = torch.ones(100), make_codec(buckets[0])
         out = memoryview(bytearray(codec.bound(buckets[0].spec)))
         nbytes = codec.start(ones, codec.init(buckets[0].spec), out)
         header = Header(Kind.PUSH, 1, step=0, bucket=0, codec=codec.id, sender=0, weight=1.0, total=1.0)
@@ -366,7 +366,7 @@ def test_unsupported_plan_is_one_line_for_the_server_and_its_workers(plan: bytes
     assert caught.value.what.startswith(line)
     assert caught.value.code == code
     assert "\n" not in str(caught.value)
-    opened.append(InboxTransport(Hello(JOB.digest(), 0, messages.digest_of(plan))))
+    opened.append(InboxTransport(Hello(JOB.digest(), 0, messages.hash_plan_bytes(plan))))
     with pytest.raises(Refused) as refused:
         opened[-1].dial(SERVER_BASE, host_port(serving.address), time.monotonic() + WAIT_S)
     assert str(refused.value) == f"server 0: {caught.value}"
@@ -378,7 +378,7 @@ def test_only_members_of_the_epoch_are_admitted(opened: Opened) -> None:
     plan = records.encode(PLAN)
     serving.start(epoch_of(plan, serving), plan, 0)
     for rank in (0, 2, SERVER_BASE + 1):
-        opened.append(InboxTransport(Hello(JOB.digest(), rank, messages.digest_of(plan))))
+        opened.append(InboxTransport(Hello(JOB.digest(), rank, messages.hash_plan_bytes(plan))))
         where, deadline = host_port(serving.address), time.monotonic() + WAIT_S
         if rank == 0:
             opened[-1].dial(SERVER_BASE, where, deadline)
@@ -511,7 +511,7 @@ class Served:
         return subprocess.Popen(self.command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=CLEAN)
 
     def worker(self, plan: Plan, rank: int) -> Worker:
-        codecs = {b.id: codec_of(b, rank, plan) for b in plan.buckets}
+        codecs = {b.id: make_codec(b, rank, plan) for b in plan.buckets}
         worker = Worker(job(), plan, codecs, torch.device("cpu"), rank=rank, members=WORLD, transport=self.ups[rank].transport,
                         recycle=self.ups[rank].recycle)
 
@@ -622,7 +622,7 @@ def test_streams_return_to_the_same_port_after_a_restart(tmp_path: Path) -> None
         serving = DataServer("127.0.0.1", 0, quick(carrier="auto", journal=str(tmp_path)))
         layout = plan("int8()")
         epoch = Epoch(1, tuple(Member(rank, rank, "host") for rank in range(WORLD)), (ServerInfo(0, serving.address),),
-                    messages.digest_of(records.encode(layout)))
+                    messages.hash_plan_bytes(records.encode(layout)))
         results.append((serving.address, serving.streams))
         serving.start(epoch, records.encode(layout), 0)
         serving.close(over=False)

@@ -36,11 +36,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commlayer
 from commlayer.autotune.quality import policy
-from commlayer.engine.components import Order
+from commlayer.engine.components import ComponentOrder
 from commlayer.engine.job.job import JobContext
-from commlayer.engine.model.model_tensors import job_of
+from commlayer.engine.model.model_tensors import describe_model
 from commlayer.engine.observers import trace
-from commlayer.errors import code_of
+from commlayer.errors import find_error_code
 from commlayer.observe.events import LogEvent, decode
 from commlayer.observe.trace_files import read_comparison
 from commlayer.planner.inputs import checked_inputs, cluster_from_line
@@ -174,7 +174,7 @@ def late(rank: int, address: str, ratio: float) -> list[str]:
     model = mlp()
     plan = plan_of(model, codec=f"error_feedback(topk(ratio={ratio}))", bucket={"stale": True})
     with commlayer.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), plan=plan, config=quick(join=address)) as session:
-        return [code for line in session.inspect.decisions() if (code := code_of(line))]
+        return [code for line in session.inspect.decisions() if (code := find_error_code(line))]
 
 
 @pytest.mark.parametrize(("ratio", "codes"), [(0.1, []), (0.001, ["E-PLAN-LATE"])])
@@ -184,7 +184,7 @@ def test_plan_with_stale_sparse_results_is_reported_once(ratio: float, codes: li
     assert (first, second) == (codes, [])
 
 
-PLACES = (Order.CONTROLLER, Order.TRACE, Order.OTHER)
+PLACES = (ComponentOrder.CONTROLLER, ComponentOrder.TRACE, ComponentOrder.OTHER)
 
 
 def watched(run: Run) -> list[tuple[str, int, int]]:
@@ -198,7 +198,7 @@ def watched(run: Run) -> list[tuple[str, int, int]]:
     wrapped(torch.ones(2, 12)).sum().backward()
     seen: list[tuple[str, int, int]] = []
 
-    def note(moment: str, place: Order) -> None:
+    def note(moment: str, place: ComponentOrder) -> None:
         seen.append((moment, place, session.inspect.context.exchanges))
 
     for place in sorted(PLACES, reverse=run.rank == 1):
@@ -285,7 +285,7 @@ def broken(rank: int) -> str:
         raise ValueError("it does not find lost members")
 
     with commlayer.attach(model, config=quick(ranks_per_node=WORLD)) as session:
-        session.inspect.components.add(Calls(Order.JOB, end_step=fail))
+        session.inspect.components.add(Calls(ComponentOrder.JOB, end_step=fail))
         return outcome(model(torch.ones(1, 2)).sum().backward)
 
 
@@ -295,14 +295,14 @@ def test_error_of_a_part_that_finds_lost_members_ends_the_step() -> None:
 
 def test_components_added_or_removed_during_a_call_count_from_the_next() -> None:
     context, called = JobContext(), list[str]()
-    later = Calls(Order.CONTROLLER, end_step=lambda: called.append("later"))
+    later = Calls(ComponentOrder.CONTROLLER, end_step=lambda: called.append("later"))
 
     def first() -> None:
         called.append("first")
         context.components.remove(earlier)
         context.components.add(later)
 
-    earlier = Calls(Order.TRACE, end_step=first)
+    earlier = Calls(ComponentOrder.TRACE, end_step=first)
     context.components.add(earlier)
     for _ in range(2):
         context.components.end_step(lambda _: None)
@@ -370,7 +370,7 @@ def test_wait_between_two_steps_is_logged(where: str, tmp_path: Path) -> None:
 
 
 def basis_of(session: Any, nodes: str = "2xcpu@10g") -> Basis:
-    job = job_of(mlp())
+    job = describe_model(mlp())
     zeros = (0.0,) * len(job.tensors)
     timed = Job(job.tensors, timing=Timing(zeros, zeros, 1e-3, 1e-3))
     return Basis(session.inspect.plan, checked_inputs(timed, cluster_from_line(nodes)))
@@ -445,7 +445,7 @@ def test_local_steps_have_nothing_to_trace(tmp_path: Path) -> None:
     ranks.ready(__name__)
     with Servers(WORLD) as servers:
         lines = ranks.call(refused_to_trace, servers.address, str(tmp_path / "t.json"))
-    assert [code_of(line) for line in lines] == ["E-TRACE"] * WORLD
+    assert [find_error_code(line) for line in lines] == ["E-TRACE"] * WORLD
     assert all("local steps" in line for line in lines)
 
 

@@ -17,7 +17,7 @@ from support.rank_pool import pool, quick
 from torch import nn
 
 import commlayer
-from commlayer.engine.model.model_tensors import job_of
+from commlayer.engine.model.model_tensors import describe_model
 from commlayer.errors import StepAbandoned
 from commlayer.planner.shards import Shards
 from commlayer.records import Plan
@@ -445,7 +445,7 @@ def switched(run: Run, model: Any) -> dict[str, torch.Tensor]:
 
 def cut(model: nn.Module, codec: str, nbytes: tuple[int, int] = (512, 1024)) -> Plan:
     """A plan whose buckets are cut where shards end."""
-    job = job_of(model)
+    job = describe_model(model)
     return Shards(RANKS, 0, frozenset(range(len(job.tensors)))).cut(plan_of(model, codec, nbytes=nbytes), job)
 
 
@@ -631,7 +631,7 @@ def unlike(rank: int, sizes: tuple[int, ...], codec: str, address: str, how: str
 
     sites = [[*range(end - size, end)] for size, end in zip(sizes, accumulate(sizes), strict=True)]
     model: Any = Sums() if exact else layers(12, 40, 7, 3)
-    job = job_of(model)
+    job = describe_model(model)
     sharded = frozenset(n for n, tensor in enumerate(job.tensors) if tensor.name != "free")
     plan = Shards(max(sizes), 0, sharded).cut(plan_of(model, codec, nbytes=(64, 256)), job, sizes)
     if how == "workers":

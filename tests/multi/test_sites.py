@@ -441,14 +441,15 @@ def test_waits_for_a_departed_site_end_immediately(opened: Opened) -> None:
 
 def test_unreachable_coordinator_and_missing_sites_are_one_line(opened: Opened) -> None:
     said: list[str] = []
-    line = outcome(lambda: SiteLease("127.0.0.1:9", quick(join_deadline_s=0.3), asked("a"), said.append).meet(5.0))
+    line = outcome(lambda: SiteLease("127.0.0.1:9", quick(join_deadline_s=0.3), asked("a"), said.append).register_and_wait(5.0))
     assert_refused(line, "E-DEADLINE", "DeadlineExceeded: ", "127.0.0.1:9", "0.3 s")
     assert said == ["waiting for the coordinator at 127.0.0.1:9 to answer, 0 of 0.3 s"]
     coordinator = opened.add(Coordinator(quick(token="secret-of-the-job"), workers=2))
-    line = outcome(lambda: SiteLease(coordinator.address, quick(token="another-secret"), asked("a"), said.append).meet(5.0))
+    line = outcome(lambda: SiteLease(coordinator.address, quick(token="another-secret"), asked("a"),
+                                     said.append).register_and_wait(5.0))
     assert_refused(line, "E-SECRET")
     alone = SiteLease(coordinator.address, quick(token="secret-of-the-job"), asked("a"), said.append)
-    line = outcome(lambda: alone.meet(0.1))
+    line = outcome(lambda: alone.register_and_wait(0.1))
     assert_refused(line, "E-DEADLINE", "DeadlineExceeded: ", "1 of 2 workers ", "(a) ", "0.1 s", "--wait")
     alone.close("it gave up")
 
@@ -457,7 +458,7 @@ def test_site_of_another_version_is_refused_before_its_script_starts(opened: Ope
     coordinator = opened.add(Coordinator(quick(), workers=1))
     another = msgspec.structs.replace(asked("a"), version="0.0")
     with pytest.raises(Refused, match=r"home a \(pid \d+\): .*0\.0\b.*E-VERSION"):
-        SiteLease(coordinator.address, quick(), another, lambda _: None).meet(5.0)
+        SiteLease(coordinator.address, quick(), another, lambda _: None).register_and_wait(5.0)
 
 
 def test_mismatched_keys_are_one_line(
@@ -468,11 +469,11 @@ def test_mismatched_keys_are_one_line(
         held = quick(keys=str(keys)) if keys else quick(token="secret-of-another")
         refused = SiteLease(coordinator.address, held, asked("a"), lambda _: None)
         with pytest.raises(Refused, match=code):
-            refused.meet(5.0)
+            refused.register_and_wait(5.0)
         refused.close("it was refused")
     assert "ssl" not in capfd.readouterr().err, "gRPC writes of TLS what no user can read"
     good = SiteLease(coordinator.address, quick(keys=str(folders.dials)), asked("a"), lambda _: None)
-    assert good.meet(5.0).rank == 0
+    assert good.register_and_wait(5.0).rank == 0
     good.close("the test is over")
 
 
@@ -488,7 +489,7 @@ def test_sites_end_immediately_after_a_coordinator_restart() -> None:
     attendance = SiteLease(coordinator.address, config, asked("a"), lambda _: None)
     desk = KvClient(coordinator.address, config, attendance.request.token)
     try:
-        attendance.meet(10.0)
+        attendance.register_and_wait(10.0)
         desk.request(time.monotonic() + 10.0, put=[(("key", messages.ANY), b"value")])
         coordinator.close()
         coordinator = Coordinator(config, workers=1)
@@ -506,7 +507,7 @@ def test_sites_end_immediately_after_a_coordinator_restart() -> None:
 def test_leave_reply_contains_whether_the_job_had_started(opened: Opened, begins: bool) -> None:
     opened.append(coordinator := Coordinator(quick(min_workers=1), workers=1))
     lease = SiteLease(coordinator.address, quick(), asked("a"), lambda _: None)
-    lease.meet(WAIT_S)
+    lease.register_and_wait(WAIT_S)
     if begins:
         joined(opened, coordinator, 1)
     lease.close("it breaks off")
@@ -704,12 +705,12 @@ def test_server_pause_does_not_count_as_silence_of_sites() -> None:
     for one in (anna, ben):
         service.register(one)
     now[0] = 30.0
-    service.supersede(again, {}, 30.0)
+    service.replace_restarted_site(again, {}, 30.0)
     service.tick(still_s=30.0)
-    service.supersede(again, {})
+    service.replace_restarted_site(again, {})
     assert len(service.homes()) == 2
     now[0] = 60.0
-    service.supersede(again, {})
+    service.replace_restarted_site(again, {})
     assert not service.homes(), "the rendezvous has ended"
 
 

@@ -22,8 +22,8 @@ from torch.nn.parallel import DistributedDataParallel
 import commlayer
 from commlayer.cluster.calls import messages
 from commlayer.config import read_launch
-from commlayer.engine.model.optimizer_settings import differences, settings_of
-from commlayer.engine.start.rendezvous import RankRow, problem_of, ranks_per_node
+from commlayer.engine.model.optimizer_settings import differences, read_optimizer_settings
+from commlayer.engine.start.rendezvous import RankRow, find_mismatch, ranks_per_node
 
 WORLD = 3
 AT_ONCE_S = 45.0
@@ -170,10 +170,10 @@ HOSTS = [RankRow("a", "a", insecure=True, address="10.0.0.1"), RankRow("b", "b",
 def test_machines_use_plain_text_only_if_all_ranks_allow_it(
     rows: list[RankRow], code: str, names: tuple[str, ...],
 ) -> None:
-    line = problem_of(rows, range(len(rows)))
+    line = find_mismatch(rows, range(len(rows)))
     assert bool(line) == bool(code)
     assert not code or assert_refused(line, code, *names) is None
-    assert problem_of(rows, range(len(rows)), own_servers=False) == "", "`join` decides about plain text"
+    assert find_mismatch(rows, range(len(rows)), own_servers=False) == "", "`join` decides about plain text"
 
 
 @pytest.mark.parametrize(("machines", "agents", "expected"), [
@@ -459,17 +459,18 @@ class Adaptive(torch.optim.SGD):
 
 def test_settings_compare_by_value_without_adaptive_ones() -> None:
     model = mlp()
-    one, other = (settings_of(optimizer_of(model, kind), model.named_parameters()) for kind in ("adamw", "tensor lr"))
+    one, other = (read_optimizer_settings(optimizer_of(model, kind), model.named_parameters())
+                  for kind in ("adamw", "tensor lr"))
     assert one == other
-    assert settings_of(None, model.named_parameters()) == {}
+    assert read_optimizer_settings(None, model.named_parameters()) == {}
     assert differences([one, {**other, "lr of the optimizer": "0.5"}]) == {"lr of the optimizer": ["0.01", "0.5"]}
     empty = torch.optim.AdamW([{"params": [*model.parameters()]}, {"params": [], "weight_decay": 0.0}])  # as a Trainer of LoRA
-    assert settings_of(empty, model.named_parameters())["parameters of the optimizer's group 1"] == "none"
+    assert read_optimizer_settings(empty, model.named_parameters())["parameters of the optimizer's group 1"] == "none"
     fresh, adapted = (Adaptive(model.parameters(), momentum=0.9) for _ in range(2))
     adapted.param_groups[0].update(d=0.5, k=7, train_mode=True)
-    before, after = (settings_of(each, model.named_parameters()) for each in (fresh, adapted))
+    before, after = (read_optimizer_settings(each, model.named_parameters()) for each in (fresh, adapted))
     assert before == after
     assert {"lr of the optimizer", "d0 of the optimizer", "momentum of the optimizer"} <= before.keys()
     adapted.param_groups[0].update(d0=1e-5, momentum=0.8)
-    assert differences([before, settings_of(adapted, model.named_parameters())]).keys() == {
+    assert differences([before, read_optimizer_settings(adapted, model.named_parameters())]).keys() == {
         "d0 of the optimizer", "momentum of the optimizer"}

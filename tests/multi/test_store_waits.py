@@ -42,7 +42,8 @@ def main(port: int, store: int) -> None:
     if rank == 0:
         os.kill(store, signal.SIGSTOP)
     dist.barrier()
-    for act in (lambda: members.group(timeout_s=WAIT_S, backend="gloo"), lambda: members.tell(b"", WAIT_S, "asking all")):
+    for act in (lambda: members.group(timeout_s=WAIT_S, backend="gloo"),
+                lambda: members.exchange_bytes(b"", WAIT_S, "asking all")):
         try:
             act()
         except CommError as error:

@@ -36,8 +36,8 @@ from torch.nn.parallel import DistributedDataParallel
 import commlayer
 import commlayer.engine.epochs.plan_switch as automatic
 from commlayer.cluster.processes.collectives import all_or_none
-from commlayer.engine.components import Order
-from commlayer.engine.model.model_tensors import job_of
+from commlayer.engine.components import ComponentOrder
+from commlayer.engine.model.model_tensors import describe_model
 from commlayer.errors import PeerLost
 from commlayer.records import Plan
 from commlayer.transport.protocol import SERVER_BASE
@@ -320,7 +320,7 @@ def proposed(rank: int, address: str, how: str, folder: str) -> dict[str, Any]:
             switched.append(modes.pop(0))
             automatic.switch(connection, sync_modes.plan(connection.worker.job, switched[-1]) if rank == 0 else None)
 
-    training.session.inspect.components.add(Calls(Order.CONTROLLER, end_step=propose, end_exchange=propose))
+    training.session.inspect.components.add(Calls(ComponentOrder.CONTROLLER, end_step=propose, end_exchange=propose))
     while training.step < LENGTH:
         losses += training.run(1)
         if training.step % 7 == 0:
@@ -538,7 +538,7 @@ def interrupted(rank: int, address: str, folder: str) -> dict[str, Any]:
         plans.append(next(name for name, fields in MODES.items() if all(
             getattr(training.connection.plan, field) == value for field, value in (PLAIN | fields).items())))
 
-    training.session.inspect.components.add(Calls(Order.CONTROLLER, end_step=go_on, end_exchange=go_on))
+    training.session.inspect.components.add(Calls(ComponentOrder.CONTROLLER, end_step=go_on, end_exchange=go_on))
     training.train(3)
     wanted[0] = "every"
     session = training.session
@@ -597,7 +597,8 @@ def refused_on_one(rank: int, address: str) -> dict[str, str]:
     training.switch("round")
     training.session.close()
     wrapped = DistributedDataParallel(Net())
-    wrapped.register_comm_hook(commlayer.HookState(plan=sync_modes.plan(job_of(wrapped.module), "every")), commlayer.comm_hook)
+    wrapped.register_comm_hook(commlayer.HookState(plan=sync_modes.plan(describe_model(wrapped.module), "every")),
+                               commlayer.comm_hook)
     with pytest.raises(ValueError) as caught:
         wrapped(torch.ones(4, 12)).sum().backward()
     return report | {"hook": str(caught.value)}
@@ -642,7 +643,7 @@ def allowed(rank: int, address: str, how: dict[str, Any]) -> tuple[set[str], dic
     if how.pop("scaled", False):
         how["grad_scaler"] = torch.amp.GradScaler("cpu")
     called: Any = DistributedDataParallel(model) if how.pop("ddp", False) else model
-    session = commlayer.attach(called, stepped, plan=sync_modes.plan(job_of(model), how.pop("way", "gradients")),
+    session = commlayer.attach(called, stepped, plan=sync_modes.plan(describe_model(model), how.pop("way", "gradients")),
                                config=rank_pool.quick(join=address), **how)
     torch.nn.functional.mse_loss(called(torch.ones(4, 12)), torch.ones(4, 3)).backward()
     if stepped and optimizer != "lbfgs" and "grad_scaler" not in how:

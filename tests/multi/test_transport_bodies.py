@@ -28,7 +28,7 @@ from commlayer.transport.chunking import (
     MIN_HELD_PART_NBYTES,
     OVERHEAD_NBYTES,
     Assembly,
-    Held,
+    HeldBody,
     Unfinished,
     prefix_crc,
     split_parts,
@@ -91,7 +91,7 @@ def test_interleaved_bodies_arrive_complete_and_in_order() -> None:
     assert [f.header.bucket for f in got] == [7, 3, 2, 1]
     assert [bytes(f.body) for f in got[1:]] == [more, urgent, bulk]
     assert [f.header for f in got[1:]] == [MORE, URGENT, BULK]
-    assert end.assembly.between
+    assert end.assembly.at_frame_boundary
 
 
 @pytest.mark.parametrize(("frames", "words"), [
@@ -140,7 +140,7 @@ class Sink:
         return len(piece)
 
 
-def as_sent(chance: random.Random, messages: dict[Header, bytes], held: dict[Key, Held], part_nbytes: int) -> list[bytes]:
+def as_sent(chance: random.Random, messages: dict[Header, bytes], held: dict[Key, HeldBody], part_nbytes: int) -> list[bytes]:
     """The frames of messages that a sender is given one after the other, in a random order, while it sends."""
     waiting = [_Outgoing(Handle("send", 1), Content(header, body)) for header, body in messages.items()]
     chance.shuffle(waiting)
@@ -157,7 +157,7 @@ def as_sent(chance: random.Random, messages: dict[Header, bytes], held: dict[Key
         while not first.write(sink):  # type: ignore[arg-type]
             pass
         frames.append(sink.data)
-        if first.out:
+        if first.all_sent:
             queue.remove(first)
     return frames
 
@@ -225,7 +225,7 @@ def test_continuation_is_as_urgent_as_a_beginning() -> None:
                                                ({"part_nbytes": 8000}, 0)], ids=str)
 def test_sender_continues_only_the_same_body(change: dict[str, int], first: int) -> None:
     header, body = BULK._replace(kind=Kind.PUSH), random.Random(1).randbytes(20_000)
-    held = Held(key(header), 2, 5000, prefix_crc(header._replace(parts=4), memoryview(body)[:10_000]))
+    held = HeldBody(key(header), 2, 5000, prefix_crc(header._replace(parts=4), memoryview(body)[:10_000]))
     frames = as_sent(random.Random(), {header: body}, {held.key: msgspec.structs.replace(held, **change)}, 5000)
     assert len(frames) == 4 - first
 

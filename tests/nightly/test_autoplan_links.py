@@ -21,7 +21,7 @@ from commlayer.autotune import job_actions
 from commlayer.autotune.measure import calibration, probes
 from commlayer.autotune.measure.calibration import CollectiveCosts
 from commlayer.observe.link_monitor import DOWN, PAYLOAD, SETTLED, UP
-from commlayer.planner.model import Line
+from commlayer.planner.model import LinearCost
 from commlayer.records import digest
 
 WORLD, SERVERS = 2, 2
@@ -59,10 +59,11 @@ def train(run: Run) -> dict[str, Any]:
     """Steps of 30 ms. Under the first plan they become slow until another plan is active; then they are fast again."""
     line, sent, decided, digests = Interface(HIGH_BPS), list[float](), list[int](), list[str]()
     with pytest.MonkeyPatch.context() as patch, any_step_time():
-        patch.setattr(probes, "counters_of", lambda _interface: line.counters)
+        patch.setattr(probes, "counter_reader", lambda _interface: line.counters)
         patch.setattr(job_actions, "is_loopback", lambda _host: False)  # as between machines
         # A second each, so no plan uses them.
-        patch.setattr(calibration, "measure_collectives", lambda _groups, _budget_s: CollectiveCosts(Line(1.0), Line(1.0)))
+        patch.setattr(calibration, "measure_collectives", lambda _groups,
+                      _budget_s: CollectiveCosts(LinearCost(1.0), LinearCost(1.0)))
         model = mlp()
         wrapped = run.wrap(model)
         session, optimizer = run.sessions[0], torch.optim.SGD(model.parameters(), lr=0.05)

@@ -18,7 +18,7 @@ from bench.learning import tasks as learning_tasks
 from bench.learning.tasks import TASKS
 from bench.learning.training import optimizer_of, train
 from bench.virtual_training import WARMUP, TrainingTask, Variant, outer_of, plan_of
-from commlayer.engine.model.model_tensors import job_of
+from commlayer.engine.model.model_tensors import describe_model
 from commlayer.engine.sync.local_steps import OuterSteps, StepWeights
 from commlayer.errors import InvalidInput
 
@@ -27,7 +27,7 @@ RATE, STEPS, WORKERS = 0.01, 10, 2
 
 def over_loopback(variant: Variant) -> list[torch.Tensor]:
     """The mean of all ranks' weights after the same steps, by real workers and a real server."""
-    job = job_of(TASKS[variant.task](variant.seed).model)
+    job = describe_model(TASKS[variant.task](variant.seed).model)
     plan = plan_of(variant, TASKS[variant.task](variant.seed).model)
     if variant.late:
         plan = structs.replace(plan, buckets=tuple(structs.replace(bucket, stale=True) for bucket in plan.buckets))
@@ -47,7 +47,7 @@ def over_loopback(variant: Variant) -> list[torch.Tensor]:
                     loss.backward()
                     local.count()
                     optimizer.step()
-                    if local.due:
+                    if local.exchange_is_due:
                         local.exchange(worker, [], 20.0)
                 else:
                     for p, mean in zip(parameters, step(worker, list(torch.autograd.grad(loss, parameters))), strict=True):

@@ -23,7 +23,7 @@ from support.attached import Run, Setting, loss_of, mlp
 from support.rank_pool import PoolError, Servers, pool
 
 from commlayer.engine.checkpoints import checkpoint, checkpoint_files
-from commlayer.errors import code_of
+from commlayer.errors import find_error_code
 
 WORLD, SERVERS = 2, 2
 TOPK = "topk(ratio=0.05, values='int8', exact=False)"
@@ -212,7 +212,7 @@ def fail_everywhere(rank: int, where: Setting, folder: str) -> list[str]:
                 dist.all_gather_object(failures, failed)
                 if len({bool(f) for f in failures}) > 1:
                     wrong.append(f"{at}: {failures}")
-                other = f"rank {victim}:" in failed and code_of(failed) == "E-OTHER-RANK"
+                other = f"rank {victim}:" in failed and find_error_code(failed) == "E-OTHER-RANK"
                 if failed and "No space left" not in failed and not other:
                     wrong.append(f"{at}: {failed}")
                 if not equal(before, job.kept()):
@@ -296,6 +296,6 @@ def mixtures(rank: int, where: Setting, folder: str) -> tuple[list[str], list[st
 def test_mixed_checkpoints_are_refused_and_missing_files_are_named(tmp_path: Path) -> None:
     with Servers(WORLD, SERVERS) as servers:
         for errors, decisions in pool(WORLD).call(mixtures, setting(servers), str(tmp_path)):
-            assert [code_of(error) for error in errors] == ["E-CHECKPOINT"] * 2
+            assert [find_error_code(error) for error in errors] == ["E-CHECKPOINT"] * 2
             assert any("rank-" in line and "which no rank has" in line for line in decisions), decisions
     assert sorted(p.name for p in (tmp_path / "shared").iterdir()) == ["save-2"], "the older one was removed"

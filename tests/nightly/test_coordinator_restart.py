@@ -74,7 +74,7 @@ class Site:
 
     def __init__(self, address: str, opened: list[Any], config: Any, name: str) -> None:
         self._lease = SiteLease(address, config, messages.site_request(1, name=name), lambda _: None)
-        self.seat = self._lease.meet(WAIT_S)
+        self.seat = self._lease.register_and_wait(WAIT_S)
         self._kv = KvClient(address, config, self._lease.request.token)
         self._address, self._config, self._opened = address, config, opened
         opened.append(self)

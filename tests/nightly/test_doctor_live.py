@@ -35,7 +35,7 @@ from commlayer.cluster.membership.coordinator import Coordinator
 from commlayer.cluster.servers.data_server import DataServer
 from commlayer.doctor import machine, network, server
 from commlayer.doctor.findings import Finding
-from commlayer.errors import code_of
+from commlayer.errors import find_error_code
 from commlayer.records import Bucket, Plan, Slice
 from commlayer.transport import own_address
 
@@ -79,7 +79,7 @@ ODD = [
 def test_wrong_keys_are_one_line(keyed: Coordinator, kind: str, code: str, remedy: str, folders: Folders) -> None:
     findings = check(quick(token=SECRET, keys=str(getattr(folders, kind)), join=keyed.address))
     assert [one.verdict for one in findings] == ["fail"]
-    assert code_of(findings[0].seen + findings[0].remedy) == code
+    assert find_error_code(findings[0].seen + findings[0].remedy) == code
     assert re.search(remedy, findings[0].remedy)
     assert findings[0].remedy
 
@@ -87,7 +87,7 @@ def test_wrong_keys_are_one_line(keyed: Coordinator, kind: str, code: str, remed
 def test_wrong_secret_and_unreachable_server_are_one_line(keyed: Coordinator, folders: Folders) -> None:
     findings = check(quick(token="another-secret", keys=str(folders.worker), join=keyed.address))
     assert (findings[0].verdict, len(findings)) == ("fail", 1)
-    assert code_of(findings[0].seen + findings[0].remedy) == "E-SECRET"
+    assert find_error_code(findings[0].seen + findings[0].remedy) == "E-SECRET"
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     begin = time.monotonic()

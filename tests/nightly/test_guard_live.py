@@ -148,7 +148,7 @@ def compare(run: Run, codec: str) -> dict[str, Any]:
     run.sessions[0].weight(weights[run.rank])
     seen: list[dict[str, Any]] = []
     payloads: list[tuple[Any, Any]] = []
-    everywhere, own_part = gradient_comparison.everywhere, gradient_comparison.here
+    everywhere, own_part = gradient_comparison.compare_sums, gradient_comparison.compare_on_node
 
     def watched_part(worker: Any, of: Any, mine: torch.Tensor, groups: Any, deadline_s: float) -> Any:
         result = own_part(worker, of, mine, groups, deadline_s)
@@ -166,8 +166,8 @@ def compare(run: Run, codec: str) -> dict[str, Any]:
 
     grads = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gradient_comparison, "everywhere", watched)
-        patch.setattr(gradient_comparison, "here", watched_part)
+        patch.setattr(gradient_comparison, "compare_sums", watched)
+        patch.setattr(gradient_comparison, "compare_on_node", watched_part)
         for step in range(3 * SETTLE):
             x = torch.randn(6, 12, generator=torch.Generator().manual_seed(10 * step + run.rank))
             share = weights[run.rank] * run.world / sum(weights)
@@ -214,7 +214,7 @@ def test_all_ranks_compare_with_the_exact_mean(codec: str, ranks_per_node: int, 
 ])
 def test_ranks_compare_a_bucket_together_or_not_at_all(codecs: tuple[str, str], compared: bool) -> None:
     mixed = bucket(codecs[0], by_node=codecs)
-    assert (gradient_comparison.watched(Plan("", (mixed,), 1), JOB) == [mixed]) is compared
+    assert (gradient_comparison.compared_buckets(Plan("", (mixed,), 1), JOB) == [mixed]) is compared
 
 
 JOB = Job((TensorInfo("w", (300, 40)), TensorInfo("b", (40,))))
@@ -235,16 +235,16 @@ def bucket(codec: str, path: str = "service", **fields: Any) -> Bucket:
     (bucket("topk(ratio=0.01)", "encode@cpu all.allgather decode@cpu"), 0.5, "fp16()"),
 ])
 def test_bucket_below_the_floor_gets_the_next_finer_codec(before: Bucket, floor: float, codec: str) -> None:
-    plan = codec_floor.lift(Plan(JOB.digest(), (before,), 1), floor, nodes=2)
+    plan = codec_floor.raise_precision(Plan(JOB.digest(), (before,), 1), floor, nodes=2)
     assert parse(plan.buckets[0].codec) == parse(codec)
     assert not unsuited(plan, 2, 1)
-    assert codec_floor.lift(plan, floor, nodes=2) == plan
+    assert codec_floor.raise_precision(plan, floor, nodes=2) == plan
     assert codec_floor.lowest(plan) >= min(floor, 1.0) * codec_floor.EQUAL
 
 
 def test_both_directions_and_all_nodes_are_refined() -> None:
     def lifted(before: Bucket, floor: float) -> Bucket:
-        return codec_floor.lift(Plan(JOB.digest(), (before,), 1), floor, nodes=2).buckets[0]
+        return codec_floor.raise_precision(Plan(JOB.digest(), (before,), 1), floor, nodes=2).buckets[0]
 
     uneven = lifted(bucket("topk(ratio=0.1)", down="topk(ratio=0.02)", by_node=("topk(ratio=0.1)", "topk(ratio=0.01)")), 0.05)
     assert [codec_floor.level(parse(text)) for text in (uneven.codec, uneven.down, *uneven.by_node)] == [0.1, 0.05, 0.1, 0.05]
@@ -259,14 +259,14 @@ def test_planner_stays_above_the_floor_and_within_the_budget(tmp_path: Path) -> 
     connection, cluster = FakeJob(), cluster_from_line("2xrtx3060@100/20Mb")
     profile, policy = profile_from_tables(cluster), Policy(devices=("cpu",))
     assert plan_limits.codecs(connection) == list(DEFAULT_CODECS)
-    assert plan_limits.bounded(connection, profile, policy) == (profile, policy)
+    assert plan_limits.limit_to_budget(connection, profile, policy) == (profile, policy)
     connection.terms.floor = 0.04
     assert plan_limits.codecs(connection) == ["identity()", "fp16()", "int8()", "int4()", "topk(ratio=0.1)", "topk(ratio=0.04)"]
-    bounded = plan_limits.bounded(connection, profile, policy)[1]
+    bounded = plan_limits.limit_to_budget(connection, profile, policy)[1]
     assert set(bounded.codecs) == {"identity()", "fp16()", "int8()", "int4()", "topk(ratio=0.1)"}
     loss_model.write(tmp_path / "loss.json", LossModel((LossPoint("topk", 0.1, 0.02), LossPoint("topk", 0.01, 0.03))))
     connection.terms.loss, connection.terms.max_loss = str(tmp_path / "loss.json"), 0.025
-    measured, bound = plan_limits.bounded(connection, profile, policy)
+    measured, bound = plan_limits.limit_to_budget(connection, profile, policy)
     assert (set(bound.codecs), bound.max_loss) == ({"identity()", "topk(ratio=0.1)"}, 0.025)
     assert {c.task_loss for c in measured.codecs if c.codec == "topk(ratio=0.01)"} == {0.03}
 

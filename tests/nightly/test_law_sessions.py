@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import commlayer
-from commlayer.engine.model.model_tensors import job_of
+from commlayer.engine.model.model_tensors import describe_model
 from commlayer.errors import StepAbandoned
 from commlayer.planner import default_plan, lower
 from commlayer.planner.plan_rules import shard_groups
@@ -98,7 +98,7 @@ class Script:
         config = rank_pool.quick(ranks_per_node=per_node, join=address)
         self.way = next((name for name in WAYS if name in how), "")
         self.session = commlayer.attach(self.wrapped, None if "unnamed" in how else self.optimizer, config=config,
-                                        plan=plan_of(job_of(self.model), kind, per_node), grad_scaler=self.scaler,
+                                        plan=plan_of(describe_model(self.model), kind, per_node), grad_scaler=self.scaler,
                                         sync=sync_of(**WAYS.get(self.way, {})))
         if "late" in how:
             self.held = Held(distributed_job(self.session).worker, until_awaited=True)
@@ -217,7 +217,8 @@ def gathered(s: Script) -> None:
 
 
 def dense(model: nn.Module, first: Plan) -> Plan:
-    return default_plan(job_of(model), codec="identity()", path="allreduce", servers=2, ranks_per_node=first.ranks_per_node,
+    return default_plan(describe_model(model), codec="identity()", path="allreduce", servers=2,
+                        ranks_per_node=first.ranks_per_node,
                         fuse_nbytes=2048, cut_nbytes=4096)
 
 
@@ -388,7 +389,7 @@ def two_optimizers(rank: int, address: str) -> dict[str, Any]:
     optimizers = [torch.optim.SGD([p], lr=1.0) for p in model.parts]
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=1000)
     session = commlayer.attach(model, optimizers[0], grad_scaler=scaler, config=rank_pool.quick(join=address),
-                               plan=plan_of(job_of(model), "topk", 1))
+                               plan=plan_of(describe_model(model), "topk", 1))
     put = [torch.zeros(s, dtype=torch.float64) for s in SIZES]
     for step in range(STEPS):
         given = slopes(rank, step)

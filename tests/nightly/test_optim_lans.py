@@ -19,7 +19,7 @@ from torch import nn
 from bench.virtual_training import VirtualWorkers
 from commlayer.compressors import parse, wrap
 from commlayer.demo.problem import batches, digits, mlp
-from commlayer.engine.model.model_tensors import job_of
+from commlayer.engine.model.model_tensors import describe_model
 from commlayer.optim import CLAN, LANS
 from commlayer.planner import default_plan
 
@@ -210,9 +210,9 @@ def test_invalid_tensors_are_one_line_and_leave_the_optimizer_unchanged() -> Non
 def reached(codec: str, optimizer: type[LANS], lr: float, steps: int = 120) -> tuple[float, float]:
     """Test loss on the digits, and bytes of a step: three workers and a server."""
     world, data, model = 3, digits(0), mlp(48, 0)
-    plan = default_plan(job_of(model), codec=str(wrap(parse(codec))), path="service", servers=1, ranks_per_node=1,
+    plan = default_plan(describe_model(model), codec=str(wrap(parse(codec))), path="service", servers=1, ranks_per_node=1,
                         fuse_nbytes=1 << 13, cut_nbytes=1 << 14)
-    workers, parameters = VirtualWorkers(job_of(model), plan, world), list(model.parameters())
+    workers, parameters = VirtualWorkers(describe_model(model), plan, world), list(model.parameters())
     shares = [batches(data.train, 32, rank=rank, world=world, seed=0) for rank in range(world)]
     rule, total = optimizer(parameters, lr=lr), 0
     schedule = torch.optim.lr_scheduler.LambdaLR(rule, lambda step: 1 - step / steps)

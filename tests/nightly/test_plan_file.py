@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commlayer
 from commlayer import records
-from commlayer.engine.model.model_tensors import job_of
+from commlayer.engine.model.model_tensors import describe_model
 from commlayer.planner import default_plan, lower
 from commlayer.planner.shards import Shards
 from commlayer.records import Bucket, Job, Plan, Slice, Timing
@@ -44,7 +44,7 @@ def command_called(commlayer: Callable[..., Any]) -> Callable[..., Any]:
 
 def make(call: Callable[..., Any], nodes: str = "2x2*cpu@10g") -> Plan:
     """As a user makes it, from a job file of the model that is trained here."""
-    job = job_of(mlp())
+    job = describe_model(mlp())
     times = tuple(1e-3 * (i + 1) for i in range(len(job.tensors)))
     timing = Timing(times[::-1], times, times[-1], times[-1], device="cpu")
     Path("job.json").write_bytes(records.encode(Job(job.tensors, 6, timing, "mlp")))
@@ -55,7 +55,7 @@ def make(call: Callable[..., Any], nodes: str = "2x2*cpu@10g") -> Plan:
 
 def edited(plan: Plan, codec: str = "identity()", paths: tuple[str, ...] = PATHS) -> Plan:
     """The same model's buckets on one path of each class; the second tensor of weights is cut in two."""
-    sizes = [info.numel for info in job_of(mlp()).tensors]
+    sizes = [info.numel for info in describe_model(mlp()).tensors]
     parts = [Slice(i, 0, n) for i, n in enumerate(sizes)]
     parts[2:3] = [Slice(2, 0, 1000), Slice(2, 1000, sizes[2])]
     buckets = tuple(
@@ -180,7 +180,7 @@ def under_ddp(rank: int, plan: str, address: str) -> dict[str, Any]:
 
 
 def test_ddp_runs_the_plan_of_the_wrapped_module(call: Callable[..., Any]) -> None:
-    job = job_of(normed())
+    job = describe_model(normed())
     assert sum(info.buffer for info in job.tensors) == 2
     plan = default_plan(job, codec="identity()", path="service", servers=1, ranks_per_node=1, fuse_nbytes=200, cut_nbytes=4096)
     file = save(plan)
@@ -247,7 +247,7 @@ def test_unrunnable_plan_is_refused_by_every_rank_and_reported_by_lint(call: Cal
 def test_running_plan_maps_each_bucket_to_its_origin() -> None:
     from commlayer.engine.observers.predicted_trace import origins
 
-    job = job_of(mlp())
+    job = describe_model(mlp())
     plan = edited(Plan("", (), ranks_per_node=PER_NODE))
     shards = Shards(PER_NODE, 0, frozenset(range(len(job.tensors))))
     for source, running in ((plan, lower(plan)), (other := plan_of(mlp()), shards.cut(other, job))):

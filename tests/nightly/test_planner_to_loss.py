@@ -21,7 +21,7 @@ from commlayer.planner.costs import Excesses, bucket_weights, overlapped_cluster
 from commlayer.planner.data.tables import learning_rows as shipped_rows
 from commlayer.planner.model import Cluster, Policy, Question
 from commlayer.planner.search import choices
-from commlayer.planner.search.choices import Space, search, uniform
+from commlayer.planner.search.choices import ChoiceSpace, search, uniform
 from commlayer.planner.search.plan_search import MOST_LOCAL_STEPS, PAYS, plan, searched_local_steps
 from commlayer.planner.simulation import native_schedule, simulate
 from commlayer.records import Plan, Slice
@@ -36,7 +36,7 @@ def made_for(machines: Cluster, policy: Policy) -> Plan:
     return plan(toy_job(), machines, learnt(machines), policy)
 
 
-def costly_space(seed: int) -> tuple[Space, list[int]]:
+def costly_space(seed: int) -> tuple[ChoiceSpace, list[int]]:
     """Options that need more steps the more they lose."""
     space, _, counts = random_space(seed, budget=seed % 2 == 0)
     rng = random.Random(seed)

@@ -29,7 +29,7 @@ from commlayer.codec_spec import parse_spec
 from commlayer.engine.job import run_events
 from commlayer.last_run import remembered
 from commlayer.observe.caps import Caps, Hours
-from commlayer.planner.model import Line
+from commlayer.planner.model import LinearCost
 from commlayer.transport.flow.traffic import TRAFFIC
 
 WORLD, SERVERS = 2, 2
@@ -47,7 +47,8 @@ def train(run: Run, slow: bool, sync: str | None, cache: str, share: float = 1.0
         if slow:
             stack.enter_context(slow_link(SLOW_BPS, SLOW_BPS, 0.005))
         if slow or share < 1:
-            patch.setattr(calibration, "measure_collectives", lambda _groups, _budget_s: CollectiveCosts(Line(1.0), Line(1.0)))
+            patch.setattr(calibration, "measure_collectives", lambda _groups,
+                          _budget_s: CollectiveCosts(LinearCost(1.0), LinearCost(1.0)))
         model = mlp(width=128) if run.world == WORLD else sharded(mlp(width=128), run.world)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         run.wrap(model, optimizer=optimizer, sync=sync)

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from support.site_job import MOMENTUM, SIZES, Event, Script, expected, flat, gradients, optimizer_of, run
 from support.sites import KILLED, Ended, Sites, all_ended, ended, joined
 
-from commlayer.engine.sync.norm_matching import scale_of, square_of
+from commlayer.engine.sync.norm_matching import norm_matching_factor, sum_of_squares
 
 pytestmark = pytest.mark.timeout(300)
 DEAD_AT = 3
@@ -149,7 +149,8 @@ def local_weights(
 
     def merge(sites: Sequence[int]) -> None:
         means = [torch.stack(changes).mean(0) for changes in zip(*sent, strict=True)]
-        scale = scale_of([(1.0, square_of(change)) for change in sent], square_of(means)) if matched else 1.0
+        scale = norm_matching_factor([(1.0, sum_of_squares(change)) for change in sent],
+                                     sum_of_squares(means)) if matched else 1.0
         for number, (start, mean) in enumerate(zip(starts, means, strict=True)):
             start -= scale * mean
             for site in sites:

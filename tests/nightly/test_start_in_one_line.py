@@ -109,7 +109,7 @@ def test_three_sites_train_within_a_minute_and_again_without_a_token(homes: Home
     ends = all_ended([homes.paste(f"home-{n}", line, "2", "0.0") for n, line in enumerate(lines, 1)])
     assert not any("fetched a certificate" in end.errors for end in ends)
     all_ended([again.server])
-    issued = [one.name for one in authority.issued(tmp_path / "keys")]
+    issued = [one.name for one in authority.list_issued(tmp_path / "keys")]
     assert sorted(issued) == ["home-1", "home-2", "home-3", "server"]
 
 

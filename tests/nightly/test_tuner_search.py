@@ -26,7 +26,7 @@ from commlayer.balance.tuner import (
     Store,
     TuningTrial,
     default_space,
-    spelled,
+    proxy_settings,
 )
 from commlayer.cli.tune import load, read_space
 from commlayer.demo import problem
@@ -94,7 +94,7 @@ def test_trials_are_distinct_and_seeds_reproducible(tmp_path: Path, flat: bool) 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         trials = searched(tmp_path, proxy, 16, seed=5)
-    assert len({repr(sorted(spelled(t.settings).items())) for t in trials}) == len(trials) == 16
+    assert len({repr(sorted(proxy_settings(t.settings).items())) for t in trials}) == len(trials) == 16
     for seed in (5, 6):
         assert (searched(tmp_path / str(seed), proxy, 9, seed)[1:] == trials[1:9]) is (seed == 5)
 
@@ -124,7 +124,7 @@ def test_equivalent_coordinates_give_equal_settings(units: list[float]) -> None:
     result = SPACE.at(units)
     assert ("{ratio}" in result["codec"]) or result["ratio"] == 0.3
     assert all(0 <= x <= 1 for x in SPACE.coordinates(result))
-    assert "{" not in spelled(result)["codec"]
+    assert "{" not in proxy_settings(result)["codec"]
 
 
 def test_local_steps_and_staleness_are_searched_on_request(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from commlayer.planner.buckets import cut_tensor
 from commlayer.planner.costs import Prices
 from commlayer.planner.data import models
 from commlayer.planner.data.tables import PCIE_COPY, links
-from commlayer.planner.model import Cluster, CodecCost, Line, Link, Node, Profile
+from commlayer.planner.model import Cluster, CodecCost, LinearCost, Link, Node, Profile
 from commlayer.planner.problem import Task
 from commlayer.planner.tree import Path, encodes, usable_paths
 from commlayer.records import Job, TensorInfo
@@ -67,13 +67,13 @@ COMPRESSORS = {
 def _costs(codec: str, *, free: bool) -> tuple[CodecCost, CodecCost]:
     """Costs on GPU and CPU. GPU time is flat up to 2^20 elements, then linear; the line used here is within a factor of 2."""
     was = COMPRESSORS[codec]
-    nbytes = Line(16.0, was.nbytes)
+    nbytes = LinearCost(16.0, was.nbytes)
 
-    def on_gpu(us: float) -> Line:
-        return Line(0.0) if free else Line(us * 0.5e-6, us * 1e-6 / MEBI, error=0.5)
+    def on_gpu(us: float) -> LinearCost:
+        return LinearCost(0.0) if free else LinearCost(us * 0.5e-6, us * 1e-6 / MEBI, error=0.5)
 
-    def on_cpu(gbps: float) -> Line:
-        return Line(0.0) if free else Line(20e-6, 32 / (gbps * 1e9))
+    def on_cpu(gbps: float) -> LinearCost:
+        return LinearCost(0.0) if free else LinearCost(20e-6, 32 / (gbps * 1e9))
 
     return (
         CodecCost(codec, "gpu", on_gpu(was.whole_us - was.decode_us), on_gpu(was.decode_us / MACHINES), nbytes),
@@ -83,8 +83,9 @@ def _costs(codec: str, *, free: bool) -> tuple[CodecCost, CodecCost]:
 
 def profile(codec: str, *, free: bool = False) -> Profile:
     """With `free`, compression takes no time: a bound for all strategies."""
-    dense = CodecCost(DENSE, "cpu", Line(0.0), Line(0.0), Line(0.0, 4.0), sums=True)
-    return Profile((dense, *_costs(codec, free=free)), Line(0.0), copy=Line(0.0) if free else PCIE_COPY, source="Espresso")
+    dense = CodecCost(DENSE, "cpu", LinearCost(0.0), LinearCost(0.0), LinearCost(0.0, 4.0), sums=True)
+    return Profile((dense, *_costs(codec, free=free)), LinearCost(0.0), copy=LinearCost(0.0) if free else PCIE_COPY,
+                   source="Espresso")
 
 
 def published(name: str) -> Job:
@@ -256,8 +257,8 @@ def _beats(a: Weights, b: Weights) -> bool:
     return all(seconds <= b.get(key, 0.0) for key, seconds in a.items())
 
 
-def _lanes(steps: Sequence[Task]) -> dict[str, Line]:
-    lanes: dict[str, Line] = {}
+def _lanes(steps: Sequence[Task]) -> dict[str, LinearCost]:
+    lanes: dict[str, LinearCost] = {}
     for step in steps:
         for lane, line in step.lanes:
             lanes[lane] = lanes[lane] + line if lane in lanes else line

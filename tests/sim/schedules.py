@@ -61,7 +61,7 @@ class Options(NamedTuple):
     of: str = "sums"
 
     @property
-    def again(self) -> str:
+    def answer_reconnected(self) -> str:
         return f"python -m bench chaos --of {self.of} --schedules"
 
 
@@ -95,7 +95,8 @@ def one(options: Options, seed: int, done: Done) -> None:
     done.counts = dict(Counter(done.counts) + world.counts)
     done.wrong += bool(problems)
     if problems and len(done.findings) < MOST_FINDINGS:
-        done.findings.append({"seed": seed, "wrong": "; ".join(problems), "again": f"{options.again} 1 --seed {seed}"})
+        done.findings.append({"seed": seed, "wrong": "; ".join(problems),
+                              "again": f"{options.answer_reconnected} 1 --seed {seed}"})
 
 
 def _taken_up(options: Options) -> Done:

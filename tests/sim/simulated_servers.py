@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 import msgspec
 
 from commlayer.cluster.servers.gather import ROW_BUCKET, GatherOps
-from commlayer.cluster.servers.server_codecs import senders_of
+from commlayer.cluster.servers.server_codecs import contributing_ranks
 from commlayer.cluster.servers.summation import Summation
 from commlayer.cluster.servers.summation_server import Joins
 from commlayer.errors import CorruptFrame
-from commlayer.records import Epoch, Plan, sites_of
+from commlayer.records import Epoch, Plan, group_by_site
 from commlayer.transport.protocol import Kind, Message
 from tests.sim.simulated_network import Frame, Network, numbers
 
@@ -53,10 +53,10 @@ class RecordingOps:
     def worth_giving_back(self, members: int) -> bool:
         return False
 
-    def remember(self) -> bytes:
+    def journal_state(self) -> bytes:
         return b""
 
-    def recall(self, data: bytes, sent: memoryview) -> None: ...
+    def restore_from_journal(self, data: bytes, sent: memoryview) -> None: ...
 
 
 class Journal(NamedTuple):
@@ -78,11 +78,11 @@ class Server:
     def start(self) -> None:
         """Starts the process, from the journal of the one before. It registers with the coordinator first."""
         self.newest, self.joined = self.registered(), [*self.journal.joined]
-        known = *sites_of(self.world.first.members), *sites_of(self.newest.members)
+        known = *group_by_site(self.world.first.members), *group_by_site(self.newest.members)
         self.sites = {rank: site for site in known for rank in site}
         core = self._summation(self.journal.plan)
         for bucket, entry in self.journal.entries.items():
-            core.recall(bucket, *entry)
+            core.restore_from_journal(bucket, *entry)
         self._write_down(core, starts=True)
         self.core = core
 
@@ -103,7 +103,8 @@ class Server:
         if self.number == 0:
             ops[ROW_BUCKET] = GatherOps(len(self.all_members))
         first = self.world.first
-        core = Summation(self.number, number, ops, senders_of(plan, sites_of(first.members)) | {ROW_BUCKET: (*numbers(first),)})
+        core = Summation(self.number, number, ops,
+                         contributing_ranks(plan, group_by_site(first.members)) | {ROW_BUCKET: (*numbers(first),)})
         for place, member in enumerate(self.joined, 1):
             core.add(place, member, self.owned(plan, member))
         core.remove(self.gone)
@@ -127,7 +128,7 @@ class Server:
             if replaced:
                 self.world.kill_sometimes()
 
-        core.remember(keep)
+        core.journal_state(keep)
         if not starts:
             self.world.kill_sometimes()
         self.journal, replaced = Journal(tuple(self.joined), core.generation, entries), True
@@ -183,7 +184,7 @@ class Server:
     def hear(self) -> None:
         """Receives the coordinator's newest epoch."""
         self.newest = self.world.newest
-        self.sites |= {rank: site for site in sites_of(self.newest.members) for rank in site if rank not in self.sites}
+        self.sites |= {rank: site for site in group_by_site(self.newest.members) for rank in site if rank not in self.sites}
         self._remove()
 
     def _remove(self) -> None:

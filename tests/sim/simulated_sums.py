@@ -75,10 +75,10 @@ class Sums:
 
     def restore(self, data: bytes | memoryview) -> None: ...
 
-    def remember(self) -> bytes:
+    def journal_state(self) -> bytes:
         return b""
 
-    def recall(self, data: bytes, sent: memoryview) -> None: ...
+    def restore_from_journal(self, data: bytes, sent: memoryview) -> None: ...
 
     def begin_anew(self) -> None:
         self.lost = True
@@ -142,10 +142,10 @@ class World:
         self.ops = {b: Sums(self.rounds, in_means=self.in_means, bucket=b) for b in range(BUCKETS)}
         server = Summation(0, 1, dict(self.ops), dict.fromkeys(self.ops, tuple(range(WORLD))))
         for bucket, entry in self._kept.items():
-            server.recall(bucket, *entry)
+            server.restore_from_journal(bucket, *entry)
         if self.journal:
             self._starting = True
-            server.remember(self._keep)
+            server.journal_state(self._keep)
             self._starting = False
         return server
 

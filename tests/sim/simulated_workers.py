@@ -13,7 +13,7 @@ import msgspec
 import torch
 
 from commlayer.cluster.calls.messages import KvRequest
-from commlayer.cluster.processes.rows import StepRows, numbers_of
+from commlayer.cluster.processes.rows import StepRows, section_values
 from commlayer.cluster.servers.served_rows import ServedRows, rows_in
 from commlayer.cluster.servers.summation_server import Joins
 from commlayer.engine.epochs.changing_members import FOLLOW_NBYTES, ChangingMembers
@@ -22,10 +22,10 @@ from commlayer.engine.epochs.schedule import Joining
 from commlayer.engine.job.fixed_members import FixedMembers
 from commlayer.engine.start.result_follower import ResultFollower
 from commlayer.engine.step.update_norms import LENGTHS
-from commlayer.engine.worker.site import Site
+from commlayer.engine.worker.site import LocalSite
 from commlayer.errors import CommError
-from commlayer.planner.buckets import fragments_of
-from commlayer.records import Bucket, Epoch, Job, Member, Plan, TensorInfo, sites_of
+from commlayer.planner.buckets import divide_into_fragments
+from commlayer.records import Bucket, Epoch, Job, Member, Plan, TensorInfo, group_by_site
 from commlayer.transport.inflight import InFlightRequests
 from commlayer.transport.protocol import SERVER_BASE, Flag, Handle, Header, Kind, Message
 from tests.sim.simulated_network import CONFIG, STEPS, Frame, Home, Network, numbers
@@ -82,7 +82,7 @@ class Follower(ResultFollower):
         """Returns whether all results and rows of the next exchange have arrived."""
         found, row = 0, self._row
         while self._rows is not None and self._rows.has(row):
-            found += bool(numbers_of(rows_in(self._rows._results[row]).values(), LENGTHS))
+            found += bool(section_values(rows_in(self._rows._results[row]).values(), LENGTHS))
             row += 1
         return all(stream.has(self._step) for stream in self._streams.values()) and (
             self._rows is None or found >= len(self._fragments))
@@ -115,7 +115,7 @@ class Given(msgspec.Struct):
     def values(self) -> object:
         """What is equal on all members: a member may not know the names of workers that have left again."""
         members = () if self.told.epoch is None else self.told.epoch.members
-        return sites_of(members), msgspec.structs.replace(self.told, epoch=None), self.weights
+        return group_by_site(members), msgspec.structs.replace(self.told, epoch=None), self.weights
 
 
 class Replica:
@@ -123,7 +123,7 @@ class Replica:
 
     most_nbytes = 1 << 20
 
-    def given(self, context: Worker, plan: Plan, epoch: Epoch) -> Any:
+    def state_for_joiner(self, context: Worker, plan: Plan, epoch: Epoch) -> Any:
         members = context.members
         exits = {m.rank: members.confirmed for m in context.epoch.members if m not in epoch.members}
         return Given(GivenState(
@@ -137,7 +137,7 @@ class Replica:
         return msgspec.msgpack.encode(Given(GivenState(follow=True, step=step, row=context.rows.transport.number,
                                                        generation=context.plan_number, matched=context.world.matched)))
 
-    def rest(self, state: Given) -> Any:
+    def remaining_state(self, state: Given) -> Any:
         return Given(state.told)
 
     def encoded(self, state: Given, *, apart: bool) -> tuple[bytes, bytes]:
@@ -228,7 +228,7 @@ class Worker:
         self.transport = Link(world, rank)
         self.components = SimpleNamespace(add=lambda each: None, remove=lambda each: None)
         self.members: Any = FixedMembers()
-        self.local, self.site = world.local or None, Site()
+        self.local, self.site = world.local or None, LocalSite()
         self.job = SimpleNamespace(numel=FOLLOW_NBYTES if world.follows else 0)
         self.buckets = [SimpleNamespace(buffer=False, served=False)] * (world.rounds - 1)
         self.now = SimpleNamespace(joined=0)
@@ -324,7 +324,7 @@ class Worker:
 
     def check(self) -> None: ...
 
-    def say(self, *what: object) -> None: ...
+    def log_decision(self, *what: object) -> None: ...
 
     def display_name(self, peer: str) -> str:
         return peer
@@ -448,7 +448,7 @@ class Worker:
         if self.step in self.world.switches and not self.fresh:
             yield from self._switch_plan()
         self.world.agree(f"weights before step {self.step}", self.weights)
-        with self.members.no_joins() if self.step in self.world.early else contextlib.nullcontext():
+        with self.members.without_joins() if self.step in self.world.early else contextlib.nullcontext():
             yield self._may_begin
             self.awaited = None
             self.members.begin_exchange()
@@ -481,7 +481,7 @@ class Worker:
 
     def _send(self) -> None:
         plan = self.plan
-        self.sent = [plan.buckets[place] for place in fragments_of(plan.buckets, plan.fragments)[self.group]]
+        self.sent = [plan.buckets[place] for place in divide_into_fragments(plan.buckets, plan.fragments)[self.group]]
         self.group = (self.group + 1) % plan.fragments
         for bucket in self.sent:
             parts = self.home.parts.setdefault((self.plan_number, self.step, bucket.id), {})
@@ -555,7 +555,7 @@ class Worker:
             if self.world.meet(what, self, self.ranks):
                 return
             yield self._is_read
-            self.members.between()
+            self.members.continue_without_departed()
 
     # What arrives.
 
@@ -568,4 +568,4 @@ class Worker:
         """Receives the coordinator's newest epoch."""
         self.newest = self.world.newest
         if self.started:
-            self.members.offer(self.newest)
+            self.members.adopt_epoch(self.newest)

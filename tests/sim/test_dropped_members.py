@@ -74,7 +74,7 @@ class Served:
         self.serving.start(self.epoch, DATA, 0, await_epoch=lambda *_: self.newest)
 
     def end(self, rank: int) -> InboxTransport:
-        end = InboxTransport(Hello(JOB.digest(), rank, messages.digest_of(DATA)))
+        end = InboxTransport(Hello(JOB.digest(), rank, messages.hash_plan_bytes(DATA)))
         self._things.append(end)
         end.dial(SERVER_BASE, host_port(self.serving.address), soon())
         return end
@@ -189,7 +189,7 @@ def test_data_connection_under_the_rank_of_another_node_is_refused(
     mine = msgspec.structs.replace(mine, certificate=names[0])
     epoch = msgspec.structs.replace(epoch_of(DATA, serving), members=(mine, *rest))
     serving.start(epoch, DATA, 0)
-    other, own = (InboxTransport(Hello(JOB.digest(), 0, messages.digest_of(DATA)), settings=Settings(
+    other, own = (InboxTransport(Hello(JOB.digest(), 0, messages.hash_plan_bytes(DATA)), settings=Settings(
         secret="of-this-job", keys=Keys(str(f)))) for f in (folders.second, folders.worker))
     opened.extend((other, own))
     with pytest.raises(Refused, match=rf"{names[1]}\b.*worker 0 .*{names[0]}\b.*E-RANK\]"):

@@ -19,7 +19,7 @@ from commlayer.cluster.membership import epoch_change, membership
 from commlayer.cluster.membership.coordinator_journal import CoordinatorRecord, without_times
 from commlayer.cluster.membership.membership import State
 from commlayer.cluster.processes.relayed_group import RelayedGroup
-from commlayer.records import sites_of
+from commlayer.records import group_by_site
 
 
 def without(state: State, *ranks: int) -> State:
@@ -200,7 +200,7 @@ def test_workers_of_a_home_enter_together() -> None:
     assert (members(state), reply.epoch) == ((5, [2, 3, 4, 5]), state.epoch)
     assert membership.join(state, other, 14.0)[1].epoch == state.epoch
     assert state.epoch is not None
-    assert sites_of(state.epoch.members) == [(2, 3), (4, 5)]
+    assert group_by_site(state.epoch.members) == [(2, 3), (4, 5)]
 
 
 def test_worker_whose_home_is_lost_before_it_enters_is_told_so() -> None:

@@ -15,7 +15,7 @@ from commlayer.cluster.servers.bucket_sum import BucketSum
 from commlayer.cluster.servers.summation import Summation
 from commlayer.engine.epochs import changing_members
 from commlayer.engine.epochs.changing_members import ChangingMembers
-from commlayer.engine.epochs.schedule import Joining, Proposal, decide
+from commlayer.engine.epochs.schedule import EpochProposal, Joining, decide
 from commlayer.engine.start.result_follower import ResultFollower
 from commlayer.records import Epoch, Plan
 from commlayer.transport.protocol import Message
@@ -100,7 +100,7 @@ def before_plans(self: World, what: str, member: Worker, among: Sequence[int]) -
     return True if what.startswith("plan") else MEET(self, what, member, among)
 
 
-def one_worker(*arguments: Any) -> list[Proposal]:
+def one_worker(*arguments: Any) -> list[EpochProposal]:
     return [p._replace(workers=min(p.workers, 1)) for p in PROPOSE(*arguments)]
 
 
@@ -122,7 +122,7 @@ def waits(self: ChangingMembers) -> None:
 SNAPSHOT = ChangingMembers._give_snapshot
 PROPOSE, FOLLOW, BEGIN = changing_members.propose, Summation.follow, ResultFollower.begin
 START, GIVEN, COMPLETE, MEET = Server.start, Replica.given, Transfer._complete, World.meet
-LOST, DECIDE, FIRST = RendezvousService.never_written, ChangingMembers._decide, ChangingMembers._first
+LOST, DECIDE, FIRST = RendezvousService.find_lost_writers, ChangingMembers._decide, ChangingMembers._first
 BROKEN: list[tuple[str, Any, str, Any, str]] = [
     ("a server waits for the dead", BucketSum, "remove", lambda self, gone: None, "further"),
     ("a joining worker is unknown", Summation, "add", unknown, "breach"),
@@ -179,7 +179,7 @@ def run(seed: int) -> list[str]:
 
 
 def test_rows_decide_on_the_lowest_valid_proposal() -> None:
-    first, second = Proposal(3, 7, 5), Proposal(3, 8, 6)
-    assert decide(2, 12, [second, first, Proposal(0, 0, 0)]) == [Joining(3, 7, 5, 12, 7)]
+    first, second = EpochProposal(3, 7, 5), EpochProposal(3, 8, 6)
+    assert decide(2, 12, [second, first, EpochProposal(0, 0, 0)]) == [Joining(3, 7, 5, 12, 7)]
     assert decide(3, 12, [first, second]) == [], "a proposal for a number that was decided meanwhile is made again"
     assert decide(2, 12, []) == []

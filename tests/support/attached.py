@@ -134,11 +134,11 @@ def log_lines(level: int = logging.WARNING) -> Iterator[list[str]]:
 def plan_of(model: nn.Module, codec: str = "identity()", path: str = "service", *, servers: int = 1, ranks_per_node: int = 1,
             nbytes: tuple[int, int] = (2048, 4096), bucket: dict[str, Any] | None = None, **fields: Any) -> Plan:
     """One codec and one path for all buckets, also a path of stages. `bucket` and `fields` change the buckets and the plan."""
-    from commlayer.engine.model.model_tensors import job_of
+    from commlayer.engine.model.model_tensors import describe_model
     from commlayer.planner import default_plan
 
     staged = path not in ("service", "allreduce")
-    plan = default_plan(job_of(model), codec=codec, path="service" if staged else path,
+    plan = default_plan(describe_model(model), codec=codec, path="service" if staged else path,
                         servers=0 if path == "allreduce" else servers, ranks_per_node=ranks_per_node, fuse_nbytes=nbytes[0],
                         cut_nbytes=nbytes[1])
     changes = ({"path": path, "server": 0} if staged else {}) | (bucket or {})

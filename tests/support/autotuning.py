@@ -101,7 +101,7 @@ class Rank0:
         """The lines of the last of these steps."""
         for _ in range(times):
             self.step_number += 1
-            lines = self.set(*plan_policy.step_over(self.state, seconds, self.step_number))
+            lines = self.set(*plan_policy.record_step_time(self.state, seconds, self.step_number))
         return lines
 
     def search(self, step_s: float = 1.0, pace_s: float = 0.0, *, checks: bool = True) -> None:
@@ -121,15 +121,15 @@ class Rank0:
 
     def enter(self, plan: Plan) -> None:
         """The script or the quality guard has set this plan."""
-        self.state = plan_policy.entered(self.state, plan)
+        self.state = plan_policy.adapt_to_plan(self.state, plan)
 
     def switch(self, plan: Plan | None = None) -> Candidate:
         """All ranks switch to the proposal, or to `plan` instead. Returns the proposal."""
         assert self.request() == TuningRequest.SWITCH
         assert self.state.proposal is not None
         proposed = self.state.proposal.candidate
-        self.set(*plan_policy.switched(self.state, plan or proposed.runnable))
-        self.state = plan_policy.entered(self.state, plan or proposed.runnable, own=True)
+        self.set(*plan_policy.finish_switch(self.state, plan or proposed.runnable))
+        self.state = plan_policy.adapt_to_plan(self.state, plan or proposed.runnable, own=True)
         return proposed
 
 

@@ -35,7 +35,7 @@ import torch
 from commlayer import records
 from commlayer.cluster.calls import coordinator_channel, messages, site_client
 from commlayer.cluster.membership import client
-from commlayer.compressors import codec_of
+from commlayer.compressors import make_codec
 from commlayer.config import host_port
 from commlayer.records import Plan, Record
 from commlayer.transport import framing, handshake
@@ -46,7 +46,7 @@ from commlayer.transport.handshake import Hello
 from commlayer.transport.keys.key_folder import Keys
 from commlayer.transport.keys.secret import bound, make_proof, new_nonce
 from commlayer.transport.keys.tls import DATA, TlsSocket
-from commlayer.transport.protocol import SERVER_BASE, Header, Kind, binding_of, key
+from commlayer.transport.protocol import SERVER_BASE, Header, Kind, channel_binding, key
 from support import ROOT
 from support.coordinators import WAIT_S, Failures, quick
 from support.internals import asker_of
@@ -177,7 +177,7 @@ class Member:
         self.link = coordinator_channel.CoordinatorChannel(victim.address, self.config.token, self.keys, own=True)
         self.lease = site_client.SiteLease(victim.address, self.config, messages.site_request(1, rank), lambda _: None)
         self.home = self.lease.request.token
-        self.lease.meet(WAIT_S)
+        self.lease.register_and_wait(WAIT_S)
         self.request = msgspec.structs.replace(
             messages.worker_request(plan.job, rank, world, node=rank, plan=records.encode(plan), elastic=True,
                                     tensors=1 + max(s.tensor for b in plan.buckets for s in b.slices),
@@ -192,7 +192,7 @@ class Member:
 
     def contribution(self, step: int, bucket: int = 0) -> tuple[Header, bytes]:
         """An honest PUSH of zeros, for a bucket whose codec takes one round."""
-        codec = codec_of(self.plan.buckets[bucket], self.rank, self.plan)
+        codec = make_codec(self.plan.buckets[bucket], self.rank, self.plan)
         spec = self.plan.buckets[bucket].spec
         out = memoryview(bytearray(codec.bound(spec)))
         nbytes = codec.start(torch.zeros(spec.shape), codec.init(spec), out)
@@ -333,7 +333,8 @@ class DataConnection:
             secured.handshake(deadline)
         self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._reader = framing.Reader()
-        handshake.dial_handshake(self.sock, self._reader, hello, config.token, SERVER_BASE, deadline, binding_of(self.sock))
+        handshake.dial_handshake(self.sock, self._reader, hello, config.token, SERVER_BASE, deadline,
+                                 channel_binding(self.sock))
 
     def send(self, header: Header, body: bytes = b"", nbytes: int | None = None, crc: int | None = None) -> None:
         """Sends a frame. `nbytes`, `crc`: the values in its header, if not the true ones. Raises OSError when the server

@@ -88,7 +88,7 @@ def sidecar_of(member: Any) -> Any:
     return member._keeper
 
 
-def config_of(owner: Any) -> Any:
+def config_from_options(owner: Any) -> Any:
     """The settings of a coordinator or an uplink."""
     return owner._config
 

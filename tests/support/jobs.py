@@ -8,7 +8,7 @@ from commlayer.engine.job.fixed_members import FixedMembers
 from commlayer.engine.job.job import DistributedJob, JobContext
 from commlayer.engine.model.optimizer_state import OptimizerMemory
 from commlayer.engine.worker.root_cause import WaitsFor
-from commlayer.engine.worker.site import Site
+from commlayer.engine.worker.site import LocalSite
 from commlayer.optim import OuterSGD
 from commlayer.session import Session
 
@@ -26,7 +26,7 @@ class FakeJob(DistributedJob):
     def __init__(self, worker: Any = None, plan: Any = None, **parts: Any) -> None:
         JobContext.__init__(self)
         self.worker, self.plan = worker, plan if plan is not None or worker is None else worker.plan
-        self.members, self.local, self.waits, self.site = FixedMembers(), None, WaitsFor(), Site()
+        self.members, self.local, self.waits, self.site = FixedMembers(), None, WaitsFor(), LocalSite()
         self.memory = OptimizerMemory([], None, OuterSGD())
         for name, part in parts.items():
             setattr(self, name, part)

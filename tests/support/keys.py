@@ -14,7 +14,7 @@ pytest.importorskip("cryptography", reason="cryptography is not installed")
 from cryptography import x509
 
 from commlayer.cluster.keys import authority
-from commlayer.transport.keys.key_folder import PeerCertificate, certificate_of
+from commlayer.transport.keys.key_folder import PeerCertificate, parse_peer_certificate
 
 DAY = datetime.timedelta(days=1)
 
@@ -61,7 +61,7 @@ class RawKeys:
         self.own = PeerCertificate("nobody", 0, b"")
         if folder is not None:
             mine = x509.load_pem_x509_certificate((folder / "node.pem").read_bytes())
-            self.own = certificate_of(mine)
+            self.own = parse_peer_certificate(mine)
 
     def revoked(self) -> frozenset[int]:
         return frozenset()

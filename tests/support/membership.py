@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from commlayer.cluster.calls.messages import PROTOCOL, Join, JoinReply, digest_of
+from commlayer.cluster.calls.messages import PROTOCOL, Join, JoinReply, hash_plan_bytes
 from commlayer.cluster.membership import membership
 from commlayer.cluster.membership.membership import State
 
@@ -17,7 +17,7 @@ DEAD_AFTER_S = 10.0
 def worker(rank: int, /, **fields: Any) -> Join:
     """Worker `rank` of 2 on a separate host; its token is w<rank> unless given."""
     base = Join("worker", f"w{rank}", f"host{rank}", 100 + rank, PROTOCOL, "1.0", rank, 2, rank, "jobA",
-                PLAN if rank == 0 else b"", digest_of(PLAN), gradients=5)
+                PLAN if rank == 0 else b"", hash_plan_bytes(PLAN), gradients=5)
     return msgspec.structs.replace(base, **fields)
 
 

@@ -26,7 +26,7 @@ from commlayer.transport.grpc import stream_ends
 from commlayer.transport.handshake import Admit, Hello
 from commlayer.transport.keys import tls
 from commlayer.transport.keys.key_folder import Keys
-from commlayer.transport.protocol import ByteChannel, Header, Kind, binding_of, key
+from commlayer.transport.protocol import ByteChannel, Header, Kind, channel_binding, key
 from support.loopback import Hub, Loopback
 from support.mailbox import InboxTransport
 
@@ -176,7 +176,7 @@ def raw_peer(address: Address, rank: int, job: str = "test", *, wire: Wire = WIR
              peer: int = 0x8000) -> ByteChannel:
     """A channel that was welcomed as that worker and may now send any bytes."""
     channel = wire.raw(address)
-    handshake.dial_handshake(channel, framing.Reader(), Hello(job, rank), secret, peer, soon(), binding_of(channel))
+    handshake.dial_handshake(channel, framing.Reader(), Hello(job, rank), secret, peer, soon(), channel_binding(channel))
     channel.settimeout(PATIENCE_S)
     return channel
 

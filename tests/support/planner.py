@@ -6,9 +6,9 @@ import random
 
 from msgspec import structs
 
-from commlayer.planner.model import Cluster, CodecCost, Line, Link, Node, Profile
+from commlayer.planner.model import Cluster, CodecCost, LinearCost, Link, Node, Profile
 from commlayer.planner.problem import Problem
-from commlayer.planner.search.choices import Space
+from commlayer.planner.search.choices import ChoiceSpace
 from commlayer.planner.simulation import native_schedule
 from commlayer.records import Plan
 from support.plans import cluster
@@ -21,7 +21,8 @@ def codec(
     name: str, device: str, encode: float, decode: float, nbytes: float, *, sums: bool = False, rounds: int = 1,
 ) -> CodecCost:
     """Nanoseconds an element; bytes an element; floors of 1 and 2 us, and 16 bytes."""
-    return CodecCost(name, device, Line(1e-6, encode * 1e-9), Line(2e-6, decode * 1e-9), Line(16, nbytes), sums=sums,
+    return CodecCost(name, device, LinearCost(1e-6, encode * 1e-9), LinearCost(2e-6, decode * 1e-9), LinearCost(16, nbytes),
+                     sums=sums,
                      rounds=rounds)
 
 
@@ -33,7 +34,7 @@ PROFILE = Profile(
         codec(SHARED, "cpu", 1, 0.5, 0.04, sums=True),
         codec(SHARED, "gpu", 0.125, 0.0625, 0.04, sums=True),
     ),
-    server=Line(0, 0.1e-9),
+    server=LinearCost(0, 0.1e-9),
 )
 
 
@@ -51,7 +52,7 @@ def tall(nodes: int, ranks: int, *, net_bps: float = 1e9, intra_bps: float = 100
     return Cluster(tuple(Node(f"n{i}", ranks, "v100", Link(net_bps, net_bps, 1e-4), intra_bps, 1e-5) for i in range(nodes)))
 
 
-def random_space(seed: int, *, budget: bool) -> tuple[Space, Problem, list[int]]:
+def random_space(seed: int, *, budget: bool) -> tuple[ChoiceSpace, Problem, list[int]]:
     """Up to four buckets with up to six options: dense and fast ones with a loss, on one node's lanes."""
     rng = random.Random(seed)
     n = rng.randint(1, 4)
@@ -72,7 +73,7 @@ def random_space(seed: int, *, budget: bool) -> tuple[Space, Problem, list[int]]
     result = native_schedule(problem)
     burden = [[sum(task.lanes[0][1] for task in way) for way in ways] for ways in choices]
     excess = [[0.0] * len(ways) for ways in choices]
-    space = Space(result, loss, excess, burden, [[b] for b in range(n)], 1.0 if budget else 1e9)
+    space = ChoiceSpace(result, loss, excess, burden, [[b] for b in range(n)], 1.0 if budget else 1e9)
     return space, problem, [len(each) for each in loss]
 
 

@@ -14,7 +14,7 @@ import torch
 from msgspec import structs
 
 import commlayer
-from commlayer.engine.model.model_tensors import job_of
+from commlayer.engine.model.model_tensors import describe_model
 from commlayer.planner import default_plan
 from support.attached import sync_of
 from support.jobs import distributed_job
@@ -47,7 +47,7 @@ class Script(msgspec.Struct, frozen=True):
 def arguments(script: Script, model: Linear) -> dict[str, Any]:
     if script.mode != "late":
         return {"compression": script.codec, "sync": sync_of(**SYNC[script.mode]), "config": SMALL}
-    plan = default_plan(job_of(model), codec=script.codec, path="service", servers=1, ranks_per_node=1, **SMALL)
+    plan = default_plan(describe_model(model), codec=script.codec, path="service", servers=1, ranks_per_node=1, **SMALL)
     return {"plan": structs.replace(plan, buckets=tuple(
         structs.replace(b, stale=b.slices[0].tensor < len(SIZES)) for b in plan.buckets))}
 

@@ -10,7 +10,7 @@ import numpy as np
 from oracle.fifo import TimedTask
 
 from commlayer.planner import problem as planner
-from commlayer.planner.model import Line
+from commlayer.planner.model import LinearCost
 from commlayer.planner.problem import Network, Problem, Template, join_templates
 
 ALONE = ("compute:a", "cpu:a", "compute:b", "cpu:b", "server:0")
@@ -35,7 +35,8 @@ class Load(NamedTuple):
 
 def template(network: Network, options: Sequence[Sequence[TimedTask]]) -> Template:
     return join_templates([network.template([
-        planner.Task(tuple((lane, Line(seconds)) for lane, seconds in task.lanes), task.after, Line(task.latency_s), task.op)
+        planner.Task(tuple((lane, LinearCost(seconds)) for lane, seconds in task.lanes), task.after, LinearCost(task.latency_s),
+                     task.op)
         for task in tasks]) for tasks in options])
 
 

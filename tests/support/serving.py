@@ -30,7 +30,7 @@ BUCKET = PLAN.buckets[0]
 
 def epoch_of(plan: bytes, serving: DataServer, world: int = 2) -> Epoch:
     members = tuple(Member(rank, rank, "host") for rank in range(world))
-    return Epoch(1, members, (ServerInfo(0, serving.address),), messages.digest_of(plan))
+    return Epoch(1, members, (ServerInfo(0, serving.address),), messages.hash_plan_bytes(plan))
 
 
 def plan_of(*buckets: Bucket, **fields: Any) -> Plan:

@@ -39,7 +39,7 @@ def met(opened: Opened, workers: int = HOMES, **settings: Any) -> tuple[Coordina
 
     def one(name: str) -> tuple[int, KvClient]:
         attendance = SiteLease(coordinator.address, quick(), asked(name), lambda _: None)
-        seat, desk = attendance.meet(WAIT_S), KvClient(coordinator.address, quick(), attendance.request.token)
+        seat, desk = attendance.register_and_wait(WAIT_S), KvClient(coordinator.address, quick(), attendance.request.token)
         opened.extend((_Leaving(attendance, desk), desk))
         return seat.rank, desk
 

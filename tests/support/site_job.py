@@ -37,7 +37,7 @@ from commlayer.engine.checkpoints import checkpoint_files
 from commlayer.engine.epochs import changing_members
 from commlayer.engine.epochs.plan_switch import switch
 from commlayer.engine.epochs.replica import Replica
-from commlayer.engine.model.shard_parameters import whole_of
+from commlayer.engine.model.shard_parameters import gather_whole_tensor
 from commlayer.engine.start import result_follower
 from commlayer.engine.sync.local_steps import OuterSteps
 from commlayer.errors import CommError, StepAbandoned
@@ -135,11 +135,11 @@ def gradients(site: int, step: int) -> list[torch.Tensor]:
 
 
 def flat(tensors: Iterable[torch.Tensor]) -> list[float]:
-    return torch.cat([whole_of(t).detach().double().reshape(-1) for t in tensors]).tolist()
+    return torch.cat([gather_whole_tensor(t).detach().double().reshape(-1) for t in tensors]).tolist()
 
 
 def digest(tensors: Iterable[torch.Tensor]) -> str:
-    return hashlib.sha256(b"".join(whole_of(t).detach().numpy().tobytes() for t in tensors)).hexdigest()
+    return hashlib.sha256(b"".join(gather_whole_tensor(t).detach().numpy().tobytes() for t in tensors)).hexdigest()
 
 
 def shard(model: nn.Module, how: str) -> None:
@@ -223,7 +223,7 @@ def means_of(put: Sequence[Sequence[torch.Tensor]], counts: Sequence[float]) -> 
 
 def one_save(folder: Path) -> tuple[int, int]:
     """The only save in the folder, which is complete: how many workers wrote it, and after which step."""
-    (save,) = checkpoint_files.saves_of(folder)
+    (save,) = checkpoint_files.find_checkpoints(folder)
     assert save.sealed
     assert save.mark is not None
     assert not save.fault
@@ -384,14 +384,14 @@ class Faults:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def codec_of(plan: Any) -> str:
+def make_codec(plan: Any) -> str:
     """COARSE, FINE or EXACT: the codec of the plan's weights. Its buffer keeps another one."""
     return next((codec for codec in (COARSE, FINE) if any(codec.partition("(")[0] in b.codec for b in plan.buckets)), EXACT)
 
 
 def other_plan(connection: Any, step: int) -> Any:
     """A plan with the other codec; of an exact plan, one with other buckets."""
-    plan, used = connection.plan, codec_of(connection.plan)
+    plan, used = connection.plan, make_codec(connection.plan)
     if used == EXACT:
         return default_plan(connection.worker.job, codec=EXACT, path="service", servers=1, ranks_per_node=1, fuse_nbytes=1,
                             cut_nbytes=256 * step)
@@ -446,7 +446,7 @@ def main(site: int, script: Script) -> None:
         def after_step() -> None:
             connection = distributed_job(session)
             counts.append(connection.worker.units.total)
-            codecs.append(codec_of(connection.plan))
+            codecs.append(make_codec(connection.plan))
             buckets.append(len(connection.plan.buckets))
             if script.between == "own switch" and connection.exchanges in (4, 8):
                 switch(connection, other_plan(connection, 0), by_itself=True)

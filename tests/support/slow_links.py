@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from commlayer.demo.links import LOOPBACK, Link, Relay
+from commlayer.demo.links import LOOPBACK, LinkDirection, Relay
 from commlayer.transport.endpoint import Address, StreamTransport
 
 
@@ -16,7 +16,7 @@ from commlayer.transport.endpoint import Address, StreamTransport
 def slow_link(up_bps: float, down_bps: float, delay_s: float = 0.01) -> Iterator[None]:
     """All data connections that this process opens inside share one uplink and one downlink. Calls to the coordinator do not,
     and neither do torch's process groups."""
-    up, down, dial, ports = Link(up_bps), Link(down_bps), StreamTransport.dial, dict[Address, int]()
+    up, down, dial, ports = LinkDirection(up_bps), LinkDirection(down_bps), StreamTransport.dial, dict[Address, int]()
     with Relay(delay_s) as relay, pytest.MonkeyPatch.context() as patch:
 
         def relayed(self: StreamTransport, peer: int, address: Address, deadline: float, answer_by: float = math.inf) -> None:

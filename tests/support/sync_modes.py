@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commlayer
 from commlayer.engine.epochs import plan_switch
-from commlayer.engine.model.model_tensors import job_of
+from commlayer.engine.model.model_tensors import describe_model
 from commlayer.optim import OuterSGD
 from commlayer.planner import default_plan
 from commlayer.records import Job, Plan
@@ -77,7 +77,7 @@ class Training:
             self.called = DistributedDataParallel(self.model, bucket_cap_mb=0.002, static_graph="static" in how,
                                                   gradient_as_bucket_view="view" in how)
         fields |= {"servers": "each"} if servers > 1 else {}
-        layout = plan(job_of(self.model), mode, codec, self.per_node, servers)
+        layout = plan(describe_model(self.model), mode, codec, self.per_node, servers)
         every = layout.local_steps if layout.local_steps > 1 else None
         self.session = commlayer.attach(
             self.called, self.optimizer, plan=layout,

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from commlayer.demo.links import CHUNK_NBYTES, Link, Relay
+from commlayer.demo.links import CHUNK_NBYTES, LinkDirection, Relay
 
 BUFFER_NBYTES = 1 << 20
 LOOK_S = 0.02
@@ -21,7 +21,7 @@ class Tunnel(Relay):
 
     def __init__(self, target: int, bps: float, delay_s: float = 0.01) -> None:
         super().__init__(delay_s)
-        self._port, self.links = target, (Link(bps), Link(bps))
+        self._port, self.links = target, (LinkDirection(bps), LinkDirection(bps))
         self.cuts, self._whole = 0, True
 
     def __enter__(self) -> Tunnel:
@@ -67,7 +67,7 @@ class Tunnel(Relay):
         for task in asyncio.all_tasks() - {asyncio.current_task()}:
             task.cancel()
 
-    async def _carry(self, reader: Any, writer: asyncio.StreamWriter, links: Sequence[Link]) -> None:
+    async def _carry(self, reader: Any, writer: asyncio.StreamWriter, links: Sequence[LinkDirection]) -> None:
         buffered = _Buffered()
         async with asyncio.TaskGroup() as group:
             group.create_task(buffered.fill(reader))

@@ -11,10 +11,10 @@ import msgspec
 import torch
 
 from commlayer.cluster.processes.channels import node_ranks
-from commlayer.cluster.servers.server_codecs import ops_of, senders_of
+from commlayer.cluster.servers.server_codecs import contributing_ranks, make_codec_ops
 from commlayer.cluster.servers.summation import Summation
 from commlayer.cluster.servers.summation_server import Stalled, SumServer
-from commlayer.compressors import codec_of
+from commlayer.compressors import make_codec
 from commlayer.engine.components import Components
 from commlayer.engine.worker.worker import Worker
 from commlayer.observe.noise_scale import Agreement
@@ -44,8 +44,9 @@ class Rig(contextlib.AbstractContextManager["Rig"]):
                                          fuse_nbytes=2048, cut_nbytes=4096)
         self.hub = hub or Hub()
         gradients = sum(not tensor.buffer for tensor in self.job.tensors)
-        senders = senders_of(self.plan, node_ranks(world, self.plan.ranks_per_node))
-        self.sums = [Summation(s, 1, ops_of(self.plan, s, gradients=gradients), senders) for s in range(self.plan.servers)]
+        senders = contributing_ranks(self.plan, node_ranks(world, self.plan.ranks_per_node))
+        self.sums = [Summation(s, 1, make_codec_ops(self.plan, s, gradients=gradients), senders)
+                     for s in range(self.plan.servers)]
         """What the servers hold."""
         for core in self.sums:
             for number in range(joining):
@@ -58,7 +59,7 @@ class Rig(contextlib.AbstractContextManager["Rig"]):
         self.workers = [self.worker(rank, t) for rank, t in enumerate(self.transports)]
 
     def worker(self, rank: int, transport: Any) -> Worker:
-        codecs = {b.id: codec_of(b, rank, self.plan) for b in self.plan.buckets}
+        codecs = {b.id: make_codec(b, rank, self.plan) for b in self.plan.buckets}
         self.components.append(Components())
         worker = Worker(self.job, self.plan, codecs, torch.device("cpu"), rank=rank, members=self.world,
                         transport=transport, components=self.components[-1])

@@ -45,7 +45,7 @@ from commlayer.observe.events import (
     WhatIfEvent,
 )
 from commlayer.observe.job import alerts
-from commlayer.observe.job.alerts import MOST, Alert, Alerts, Receiver, causes, receiver_of
+from commlayer.observe.job.alerts import MOST, Alert, Alerts, Receiver, causes, parse_receiver
 from commlayer.observe.job.answers import UNKNOWN, answers
 from commlayer.observe.job.costs import PENDING_S, Costs
 from commlayer.observe.job.job_view import JobView
@@ -373,7 +373,7 @@ def test_watcher_tells_each_cause_once_and_counts(webhook: Webhook, tmp_path: Pa
     members = [MemberEvent(time=START, member=f"worker {number}", name=f"h{number}") for number in range(2)]
     for event in [JobEvent(time=START, run="a"), *members, step(0, up_bytes=9), LOST, LOST]:
         log.append(event)
-    receivers = [receiver_of(webhook.url), receiver_of(command)]
+    receivers = [parse_receiver(webhook.url), parse_receiver(command)]
     with closing(Watcher(log, Costs(watts=100.0), Alerts(receivers, every_s=0.0))):
         until(lambda: len(webhook.got) == 1, "the alert has arrived")
         log.append(LOST)
@@ -390,7 +390,7 @@ def test_watcher_tells_each_cause_once_and_counts(webhook: Webhook, tmp_path: Pa
 
 
 def test_alerts_that_come_soon_are_sent_together(webhook: Webhook) -> None:
-    told = Alerts([receiver_of(webhook.url)], every_s=3600.0)
+    told = Alerts([parse_receiver(webhook.url)], every_s=3600.0)
     view = view_of(world=5)
     for number in range(4):
         told.apply(view, MemberEvent(member=f"worker {number}", state="dead"), [f"{number} was lost."])
@@ -404,7 +404,7 @@ def test_receiver_that_hangs_or_fails_is_reported_without_its_address(monkeypatc
                                                                      caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(alerts, "SEND_S", 0.3)
     with closing(Webhook(hangs=True)) as hook:
-        told = Alerts([receiver_of(hook.url), receiver_of("false"), receiver_of("sleep 60")])
+        told = Alerts([parse_receiver(hook.url), parse_receiver("false"), parse_receiver("sleep 60")])
         told.apply(view_of(), MemberEvent(member="worker 1", state="dead"), ["1 was lost."])
         until(lambda: len(caplog.records) == 3, "all have failed")
     assert "private" not in caplog.text
@@ -447,7 +447,7 @@ def test_mail_is_given_to_sendmail(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     program.write_text(f"#!/bin/sh\n(echo \"$@\"; cat) > {tmp_path}/mail\n")
     program.chmod(0o755)
     monkeypatch.setattr(shutil, "which", lambda name, path="": str(program))
-    receiver_of("mailto:me@example.org").send(Alert("done", "The run is done.", "a", START))
+    parse_receiver("mailto:me@example.org").send(Alert("done", "The run is done.", "a", START))
     text = (tmp_path / "mail").read_text()
     assert text.startswith("-i -- me@example.org\n")
     assert "To: me@example.org" in text
@@ -459,10 +459,10 @@ def test_mail_is_given_to_sendmail(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 def test_address_of_ntfy(monkeypatch: pytest.MonkeyPatch, text: str, url: str) -> None:
     sent = list[tuple[str, bytes]]()
     monkeypatch.setattr(alerts, "_post", lambda to, data, headers: sent.append((to, data)))
-    receiver_of(text).send(Alert("done", "The run is done.", "a", START))
+    parse_receiver(text).send(Alert("done", "The run is done.", "a", START))
     assert sent == [(url, b"The run is done.")]
 
 
 def test_unknown_kind_is_refused() -> None:
     with pytest.raises(InvalidInput):
-        receiver_of("ftp://host/x")
+        parse_receiver("ftp://host/x")

@@ -24,26 +24,26 @@ from support.planner import flat, home
 from commlayer import planner
 from commlayer.autotune import plan_limits
 from commlayer.autotune.measure import calibration
-from commlayer.autotune.measure.measurements import RankMeasurement, cluster_of, server_nodes_of
+from commlayer.autotune.measure.measurements import RankMeasurement, measured_cluster, number_server_nodes
 from commlayer.autotune.planning import search
 from commlayer.autotune.planning.candidate import LEAVES
-from commlayer.autotune.planning.contention import MOST_FACTOR, dearer, factor
+from commlayer.autotune.planning.contention import MOST_FACTOR, factor, scale_processing_costs
 from commlayer.autotune.planning.planning_process import PlanningProcess
-from commlayer.autotune.planning.search import NEARLY, SearchOrder, on_servers, price_of, sped_up
+from commlayer.autotune.planning.search import NEARLY, SearchOrder, number_servers_by_job, predict_price, sped_up
 from commlayer.autotune.planning.search import search as process_search
 from commlayer.balance import Communication
 from commlayer.cluster.processes.channels import node_ranks
 from commlayer.codec_spec import parse_spec
 from commlayer.engine.job.plan_checks import unsuited
 from commlayer.engine.sync.sync_modes import LocalSteps, requested_modes, with_modes
-from commlayer.engine.worker.site import Site
+from commlayer.engine.worker.site import LocalSite
 from commlayer.errors import InvalidInput, InvalidState
 from commlayer.planner import default_plan, simulate
 from commlayer.planner.convergence import LearningRow
 from commlayer.planner.data.models import builtin, published_job
 from commlayer.planner.data.tables import node, profile_from_tables
 from commlayer.planner.inputs import cluster_from_line, cluster_of_homes
-from commlayer.planner.model import Cluster, Line, Link, Node, Policy, Profile, Question
+from commlayer.planner.model import Cluster, LinearCost, Link, Node, Policy, Profile, Question
 from commlayer.planner.shards import Shards
 from commlayer.planner.simulation import step_seconds
 from commlayer.records import Epoch, Plan, ServerInfo
@@ -78,7 +78,7 @@ def test_local_steps_replace_gradient_averaging_on_slow_links_and_log_the_reason
         assert leaves.startswith("switching to 16 local steps")
         assert "sync='step'" in leaves
         again = search.best_plan(inputs(links, exact=exact), plan)
-        assert again == search.Best(plan), "said once"
+        assert again == search.BestPlan(plan), "said once"
 
 
 def test_slightly_faster_local_steps_are_returned_as_an_alternative(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,7 +92,7 @@ def test_slightly_faster_local_steps_are_returned_as_an_alternative(monkeypatch:
     assert search.best_plan(made_from, plan_of(0.0, "int4()")) == taken, "one machine alone is faster than averaged gradients"
     monkeypatch.setattr(search, "_alone_s", lambda _: math.inf)
     result = search.best_plan(inputs("2/2Mb", exact=False), plan_of(0.0, "int4()"))
-    assert result == search.Best(kept.plan, local=taken.plan, for_local=taken.leaves)
+    assert result == search.BestPlan(kept.plan, local=taken.plan, for_local=taken.leaves)
     assert kept.local is None, "averaged gradients"
 
 
@@ -150,28 +150,28 @@ def test_inexact_plan_is_refused(fields: dict[str, Any], what: str) -> None:
 def test_search_space_is_limited_to_what_the_script_allows() -> None:
     connection = FakeJob()
     connection.terms.optimizer = "adam"
-    policy, suggests, young = plan_limits.limits_of(connection)
+    policy, suggests, young = plan_limits.collect_plan_limits(connection)
     assert (policy.optimizer, policy.exact, policy.forward) == ("adam", True, True)
     assert suggests
     assert young
     connection.terms.suggested = True
-    assert not plan_limits.limits_of(connection).suggests, "once"
+    assert not plan_limits.collect_plan_limits(connection).suggests, "once"
     connection.terms.requested, connection.terms.suggested = requested_modes("auto"), False
-    policy, suggests, _ = plan_limits.limits_of(connection)
+    policy, suggests, _ = plan_limits.collect_plan_limits(connection)
     assert (policy.exact, suggests) == (False, False)
     connection.terms.requested = requested_modes("step")
     assert connection.terms.allowed_modes() == {"forward"}
     assert connection.terms.forbidden_modes()["local"] == "attach() was given sync='step'"
-    policy, suggests, _ = plan_limits.limits_of(connection)
+    policy, suggests, _ = plan_limits.collect_plan_limits(connection)
     assert (policy.exact, policy.forward, suggests) == (True, True, False)
     connection.terms.forbids = lambda mode: "no optimizer" if mode != "forward" else ""
     for sync in (None, "auto"):
         connection.terms.requested = requested_modes(sync)
-        policy, suggests, _ = plan_limits.limits_of(connection)
+        policy, suggests, _ = plan_limits.collect_plan_limits(connection)
         assert (policy.exact, suggests) == (True, False)
     for passes, young in ((plan_limits.YOUNG - 1, True), (plan_limits.YOUNG, False)):
         connection.passes = passes
-        assert plan_limits.limits_of(connection).young is young
+        assert plan_limits.collect_plan_limits(connection).young is young
 
 
 @pytest.mark.parametrize(("sites", "matched", "exact"), [
@@ -179,16 +179,16 @@ def test_search_space_is_limited_to_what_the_script_allows() -> None:
 def test_sharded_sites_of_unlike_sizes_take_no_local_steps_scaled_to_a_norm(
     sites: list[list[int]], matched: bool, exact: bool,
 ) -> None:
-    connection = FakeJob(site=Site(Shards(2, 0, frozenset({0}))), groups=SimpleNamespace(sites=sites), matched=matched)
+    connection = FakeJob(site=LocalSite(Shards(2, 0, frozenset({0}))), groups=SimpleNamespace(sites=sites), matched=matched)
     connection.terms.requested = requested_modes("auto")
-    assert plan_limits.limits_of(connection).policy.exact is exact
+    assert plan_limits.collect_plan_limits(connection).policy.exact is exact
 
 
 def test_auto_chooses_fragments_unless_the_script_does() -> None:
     connection = FakeJob()
     for sync, elastic, allowed in ((None, False, True), (LocalSteps(4, fragments=2), False, False), (None, True, True)):
         connection.terms.requested, connection.members.elastic = requested_modes(sync), elastic
-        assert plan_limits.limits_of(connection).policy.fragments is allowed
+        assert plan_limits.collect_plan_limits(connection).policy.fragments is allowed
 
 
 @pytest.mark.parametrize(("sync", "may"), [
@@ -198,20 +198,20 @@ def test_forward_overlap_is_allowed_but_stale_results_are_not(sync: Any, may: bo
     """A script that reads `.grad` waits for the results of this step; results one step late would change what it reads."""
     connection = FakeJob()
     connection.terms.requested = requested_modes(sync)
-    policy = plan_limits.limits_of(connection).policy
+    policy = plan_limits.collect_plan_limits(connection).policy
     assert policy.forward is may
     assert policy.staleness is False
     connection.terms.forbids = lambda mode: "DistributedDataParallel ends backward() only when" if mode == "forward" else ""
-    assert not plan_limits.limits_of(connection).policy.forward
+    assert not plan_limits.collect_plan_limits(connection).policy.forward
 
 
 def test_budget_is_passed_to_the_planner_without_a_loss_model() -> None:
     result, connection = inputs("100/100Mb"), FakeJob()
     assert result.profile is not None
     assert result.policy is not None
-    assert plan_limits.bounded(connection, result.profile, result.policy)[1].max_loss == result.policy.max_loss
+    assert plan_limits.limit_to_budget(connection, result.profile, result.policy)[1].max_loss == result.policy.max_loss
     connection.terms.max_loss = 0.02
-    profile, policy = plan_limits.bounded(connection, result.profile, result.policy)
+    profile, policy = plan_limits.limit_to_budget(connection, result.profile, result.policy)
     assert (profile, policy.max_loss) == (result.profile, 0.02)
 
 
@@ -236,23 +236,23 @@ JOB_REPLAN = published_job("resnet50")
 
 def costs() -> Profile:
     """The host's, as a job measures them."""
-    profile = profile_from_tables(cluster_of(LINKS, ROWS_REPLAN, INSIDE, [0]))
+    profile = profile_from_tables(measured_cluster(LINKS, ROWS_REPLAN, INSIDE, [0]))
     kept = tuple(cost for cost in profile.codecs if cost.device == "cpu")
-    return Profile(kept, profile.server, profile.bucket_s, Line(0.0, 1e-10), source="measured")
+    return Profile(kept, profile.server, profile.bucket_s, LinearCost(0.0, 1e-10), source="measured")
 
 
 def test_dedicated_server_is_not_a_site() -> None:
     """Sites at 20/100 Mb/s receive from the server at 100 Mb/s and send to it at 20 Mb/s each; one site shares its machine."""
     links = [Link(20e6, 100e6, 0.01), Link(20e6, 90e6, 0.01), Link(1e10, 1e10, 0.0)]
-    assert cluster_of(links, ROWS_REPLAN, INSIDE, [3]).nodes[3].link == Link(100e6, 1e10 + 40e6, 0.0)
-    assert cluster_of(links, ROWS_REPLAN, INSIDE, [3], elsewhere_bps=3e8).nodes[3].link.up_bps == 3e8
+    assert measured_cluster(links, ROWS_REPLAN, INSIDE, [3]).nodes[3].link == Link(100e6, 1e10 + 40e6, 0.0)
+    assert measured_cluster(links, ROWS_REPLAN, INSIDE, [3], elsewhere_bps=3e8).nodes[3].link.up_bps == 3e8
 
 
 @pytest.mark.parametrize("bps", [1e8, 1e9, 1e10])
 @pytest.mark.parametrize("cuda", [False, True])
 def test_plan_for_a_gpu_model_runs_on_the_gpu(bps: float, cuda: bool) -> None:
     links = [Link(bps, bps, 0.001)] * 3
-    cluster = cluster_of(links, ROWS_REPLAN, INSIDE, [0, 1, 2], cuda=cuda)
+    cluster = measured_cluster(links, ROWS_REPLAN, INSIDE, [0, 1, 2], cuda=cuda)
     plan = planner.plan(JOB_REPLAN, cluster, costs(), Policy(devices=("cpu",)))
     assert unsuited(planner.lower(plan), 3, 1, cuda=cuda) == []
 
@@ -263,25 +263,25 @@ def test_server_nodes_are_numbered_after_the_present_sites(world: int) -> None:
     epoch = Epoch(5, (), (ServerInfo(0, "a", 3), ServerInfo(1, "b", 4), ServerInfo(2, "b", 4)))
     groups = SimpleNamespace(sites=node_ranks(world, 1))
     simple_namespace: Any = SimpleNamespace(uplink=SimpleNamespace(epoch=epoch), elastic=True, groups=groups)
-    nodes = server_nodes_of(simple_namespace)
+    nodes = number_server_nodes(simple_namespace)
     assert nodes == [world, world + 1, world + 1]
-    cluster = cluster_of(LINKS[:world], ROWS_REPLAN[:world], INSIDE, nodes)
+    cluster = measured_cluster(LINKS[:world], ROWS_REPLAN[:world], INSIDE, nodes)
     assert [node.server for node in cluster.nodes] == [False] * world + [True] * 2
     plan = planner.plan(JOB_REPLAN, cluster, costs(), Policy(devices=("cpu",)))
-    assert on_servers(plan, nodes).servers == (3 if plan.servers else 0)
+    assert number_servers_by_job(plan, nodes).servers == (3 if plan.servers else 0)
     simple_namespace.elastic = False
-    assert server_nodes_of(simple_namespace) == [3, 4, 4], "all must stay, so nodes are those of the beginning"
+    assert number_server_nodes(simple_namespace) == [3, 4, 4], "all must stay, so nodes are those of the beginning"
 
 
 @pytest.mark.parametrize(("order", "speeds"), [((0, 1, 2), (1.0, 1 / 2, 1 / 3)), ((2, 0, 1), (1.0, 3.0, 1.5))])
 def test_speeds_are_relative_to_rank_0(order: tuple[int, ...], speeds: tuple[float, ...]) -> None:
-    cluster = cluster_of(LINKS, [ROWS_REPLAN[rank] for rank in order], INSIDE, [0])
+    cluster = measured_cluster(LINKS, [ROWS_REPLAN[rank] for rank in order], INSIDE, [0])
     assert [node.speed for node in cluster.nodes] == pytest.approx(speeds)
 
 
 def test_sites_behind_nat_get_no_collectives_from_search_or_controller() -> None:
     links = [Link(1e10, 1e10, 0.0001)] * 3  # so fast that collectives would win
-    apart, together = (cluster_of(links, ROWS_REPLAN, INSIDE, [3], reachable=reachable) for reachable in (False, True))
+    apart, together = (measured_cluster(links, ROWS_REPLAN, INSIDE, [3], reachable=reachable) for reachable in (False, True))
     plan = planner.lower(planner.plan(JOB_REPLAN, apart, costs(), Policy(devices=("cpu",))))
     assert {b.path for b in plan.buckets} == {"service"}
     assert unsuited(plan, 3, 1, reachable=False) == []
@@ -452,7 +452,7 @@ def test_contention_of_many_senders_is_fitted_by_simulation() -> None:
                         cut_nbytes=1 << 21)
 
     def step_s(crowd: float) -> float:
-        return simulate(plan, job, CLUSTER_CONTENTION, dearer(PROFILE, crowd), policy).step_s
+        return simulate(plan, job, CLUSTER_CONTENTION, scale_processing_costs(PROFILE, crowd), policy).step_s
 
     assert factor(step_s(3.0), step_s) == pytest.approx(3.0, rel=0.05)
 
@@ -466,7 +466,7 @@ def test_price_of_a_plan_is_the_simulated_time(link: Link) -> None:
     inputs = Question(JOB_PRICE, flat(3, link), PROFILE_PRICE, POLICY)
     plan = planner.plan(JOB_PRICE, inputs.cluster, PROFILE_PRICE, POLICY)
     line = planner.simulate(plan, inputs.job, inputs.cluster, PROFILE_PRICE, POLICY)
-    comm_s, overlap = price_of(plan, inputs)
+    comm_s, overlap = predict_price(plan, inputs)
     assert 0 <= overlap <= 1
     price = Communication(comm_s, overlap)
     assert price.exposed_s(line.compute_s) == pytest.approx(line.exposed_s, rel=1e-6, abs=1e-9)

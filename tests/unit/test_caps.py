@@ -20,11 +20,11 @@ from support.mailbox import InboxTransport
 from commlayer.autotune import plan_policy
 from commlayer.autotune.measure.measurements import uncapped
 from commlayer.cli import pauses
-from commlayer.cli.pauses import Pauses, unit_of
+from commlayer.cli.pauses import Pauses, systemd_unit
 from commlayer.cluster.calls import home_traffic
 from commlayer.cluster.calls.home_traffic import HomeTraffic
-from commlayer.errors import InvalidInput, code_of
-from commlayer.observe.caps import DOUBT_S, FILE_NBYTES, LEAVE_S, Caps, Month, caps_of, count_traffic, next_month
+from commlayer.errors import InvalidInput, find_error_code
+from commlayer.observe.caps import DOUBT_S, FILE_NBYTES, LEAVE_S, Caps, Month, count_traffic, next_month, parse_caps
 from commlayer.planner.model import Link
 from commlayer.transport.flow import traffic
 from commlayer.transport.flow.traffic import Limit, Traffic
@@ -47,8 +47,8 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
                                      "200GB/s"])
 def test_sizes_that_are_no_caps_are_refused(monthly: str) -> None:
     with pytest.raises(InvalidInput) as caught:
-        caps_of(monthly)
-    assert code_of(caught.value) == "E-CLI-OPTION"
+        parse_caps(monthly)
+    assert find_error_code(caught.value) == "E-CLI-OPTION"
 
 
 @pytest.mark.parametrize("share", ["0%", "-5%", "101%", "100.5%", "60", "0.6", "%", "60%,", "60%,50%", "22:00-07:00",
@@ -57,8 +57,8 @@ def test_sizes_that_are_no_caps_are_refused(monthly: str) -> None:
                                    "22:00-07:00="])
 def test_shares_that_are_none_are_refused(share: str) -> None:
     with pytest.raises(InvalidInput) as caught:
-        caps_of("", share)
-    assert code_of(caught.value) == "E-CLI-OPTION"
+        parse_caps("", share)
+    assert find_error_code(caught.value) == "E-CLI-OPTION"
     assert repr(share) in str(caught.value)
 
 
@@ -66,14 +66,14 @@ def test_shares_that_are_none_are_refused(share: str) -> None:
     ("", 12, 1.0), ("60%", 12, 0.6), ("60%,22:00-07:00=100%", 12, 0.6), ("60%,22:00-07:00=100%", 23, 1.0),
     ("22:00-07:00=25.5%", 6, 0.255), ("22:00-07:00=25%", 7, 1.0), ("08:00-12:00=10%,10:00-14:00=20%,60%", 11, 0.1)])
 def test_a_share_depends_on_the_hour(share: str, hour: int, wanted: float) -> None:
-    assert caps_of("", share).share(NOVEMBER.replace(hour=hour)) == pytest.approx(wanted)
+    assert parse_caps("", share).share(NOVEMBER.replace(hour=hour)) == pytest.approx(wanted)
 
 
 @pytest.mark.parametrize(("used", "nbytes_s", "wanted"), [
     (0, 0, ""), (99.4 * GB, 0, ""), (99.6 * GB, 0, "pauses until 1 December"), (99 * GB, 0.2 * GB, ""),
     (99 * GB, 0.3 * GB, "pauses until 1 December"), (101 * GB, 0, "pauses until 1 December")])
 def test_a_home_pauses_before_its_cap(used: float, nbytes_s: float, wanted: str) -> None:
-    assert caps_of("100GB").reason(used, nbytes_s, NOVEMBER.replace(day=20)) == wanted
+    assert parse_caps("100GB").reason(used, nbytes_s, NOVEMBER.replace(day=20)) == wanted
     assert Caps().reason(used, nbytes_s, NOVEMBER) == ""
 
 
@@ -93,11 +93,11 @@ def test_a_home_on_a_fast_line_leaves_before_its_cap(left: float, link_bps: floa
 
 def test_the_year_turns() -> None:
     assert next_month(datetime.datetime(2026, 12, 31, 23, 59)) == datetime.datetime(2027, 1, 1)
-    assert caps_of("1GB").reason(GB, 0, datetime.datetime(2026, 12, 5)) == "pauses until 1 January"
+    assert parse_caps("1GB").reason(GB, 0, datetime.datetime(2026, 12, 5)) == "pauses until 1 January"
 
 
 def test_the_rate_of_a_month_uses_up_what_is_left() -> None:
-    caps = caps_of("100GB")
+    caps = parse_caps("100GB")
     middle = datetime.datetime(2026, 11, 16)
     assert caps.monthly_bps(0, NOVEMBER) * 30 * 86400 / 8 == pytest.approx(99.5 * GB)
     assert caps.monthly_bps(49.5 * GB, middle) * 15 * 86400 / 8 == pytest.approx(50 * GB)
@@ -120,8 +120,8 @@ def run_months(rng: random.Random, cap: int, *, wrong_clocks: bool, wants: Seque
         elif wrong < 0 and wrong_clocks and rng.random() < 0.001:
             wrong, jump = rng.randrange(1, 10), rng.uniform(-40, 40) * 86400
         wanted = rng.choice(wants) if rng.random() < 0.002 else wanted
-        month = month.counted(0, real + jump, real - begin)
-        used, here = month.used, month.here
+        month = month.after_traffic(0, real + jump, real - begin)
+        used, here = month.used, month.local_time
         bps = min(40e6, caps.monthly_bps(used, here))
         restarts = rng.random() < 40 / 8640
         full = "" if restarts else full
@@ -129,7 +129,7 @@ def run_months(rng: random.Random, cap: int, *, wrong_clocks: bool, wants: Seque
             full, nbytes = f"{here:%Y-%m}", 0.0
         else:
             nbytes = min(wanted * 20e6, bps) * step_s / 8 + restarts * cap / 10000
-        month = month.counted(int(nbytes), real + jump, real - begin)
+        month = month.after_traffic(int(nbytes), real + jump, real - begin)
         sent[datetime.datetime.fromtimestamp(real).month] += nbytes
         real += step_s
     return [total / cap for total in sent.values()]
@@ -150,22 +150,23 @@ def at(text: str) -> float:
 
 
 def test_a_clock_that_jumps_is_believed_after_an_hour() -> None:
-    month = Month().counted(100, at("2026-11-30T12:00"), 50.0)
-    month = month.counted(5, at("2026-12-31T12:00"), 60.0)
-    assert (month.used, f"{month.here:%d %H:%M:%S}") == (105, "30 12:00:10")
-    month = month.counted(1, at("2026-11-30T12:00:20"), 70.0)
+    month = Month().after_traffic(100, at("2026-11-30T12:00"), 50.0)
+    month = month.after_traffic(5, at("2026-12-31T12:00"), 60.0)
+    assert (month.used, f"{month.local_time:%d %H:%M:%S}") == (105, "30 12:00:10")
+    month = month.after_traffic(1, at("2026-11-30T12:00:20"), 70.0)
     assert (month.used, month.doubted_s) == (106, 0.0)
-    month = month.counted(1, at("2026-12-31T12:00"), 80.0).counted(1, at("2026-12-31T13:00"), 80.0 + DOUBT_S)
-    assert (month.used, f"{month.here:%m-%d}") == (1, "12-31")
-    back = month.counted(1, at("2026-11-30T14:00"), 90.0 + DOUBT_S).counted(1, at("2026-11-30T15:00"), 90.0 + 2 * DOUBT_S)
-    assert (back.used, f"{back.here:%m-%d}") == (110, "11-30"), "bytes of December may be of November"
+    month = month.after_traffic(1, at("2026-12-31T12:00"), 80.0).after_traffic(1, at("2026-12-31T13:00"), 80.0 + DOUBT_S)
+    assert (month.used, f"{month.local_time:%m-%d}") == (1, "12-31")
+    back = month.after_traffic(1, at("2026-11-30T14:00"), 90.0 + DOUBT_S).after_traffic(1, at("2026-11-30T15:00"),
+                                                                                        90.0 + 2 * DOUBT_S)
+    assert (back.used, f"{back.local_time:%m-%d}") == (110, "11-30"), "bytes of December may be of November"
 
 
 def test_after_a_restart_of_the_machine_its_clock_is_believed() -> None:
-    month = Month().counted(100, at("2026-11-30T12:00"), 5000.0).counted(1, at("2026-12-02T12:00"), 100.0)
+    month = Month().after_traffic(100, at("2026-11-30T12:00"), 5000.0).after_traffic(1, at("2026-12-02T12:00"), 100.0)
     assert (month.used, month.doubted_s) == (1, 0.0)
     for year in range(1990, 2030):
-        month = month.counted(2, at(f"{year}-12-02T12:00"), 10.0 - year / 1000)
+        month = month.after_traffic(2, at(f"{year}-12-02T12:00"), 10.0 - year / 1000)
     assert 0 < len(msgspec.json.encode(month)) < FILE_NBYTES
 
 
@@ -192,23 +193,23 @@ def test_a_damaged_count_is_refused_and_kept(folder: Path, text: str) -> None:
     (folder / "traffic.json").write_text(text)
     with pytest.raises(InvalidInput) as caught:
         count_traffic(5)
-    assert code_of(caught.value) == "E-FILE"
+    assert find_error_code(caught.value) == "E-FILE"
     assert (folder / "traffic.json").read_text() == text
 
 
 def test_a_folder_that_cannot_be_written_is_refused(folder: Path) -> None:
     folder.write_text("a file")
     with pytest.raises(InvalidInput) as caught:
-        Pauses("", if_busy=False, caps=caps_of("1GB"))
-    assert code_of(caught.value) == "E-FILE"
-    Pauses("", if_busy=False, caps=caps_of("", "60%"))
+        Pauses("", if_busy=False, caps=parse_caps("1GB"))
+    assert find_error_code(caught.value) == "E-FILE"
+    Pauses("", if_busy=False, caps=parse_caps("", "60%"))
 
 
 def test_two_homes_with_a_cap_need_two_folders() -> None:
-    first = Pauses("", if_busy=False, caps=caps_of("1GB"))
+    first = Pauses("", if_busy=False, caps=parse_caps("1GB"))
     with pytest.raises(InvalidInput) as caught:
-        Pauses("", if_busy=False, caps=caps_of("2GB"))
-    assert code_of(caught.value) == "E-CLI-OPTION"
+        Pauses("", if_busy=False, caps=parse_caps("2GB"))
+    assert find_error_code(caught.value) == "E-CLI-OPTION"
     assert first.reason() == ""
 
 
@@ -222,7 +223,7 @@ def test_a_home_pauses_for_the_rest_of_the_month_and_returns(monkeypatch: pytest
     monkeypatch.setattr(time, "time", lambda: now[0])
     monkeypatch.setattr(time, "monotonic", lambda: now[1])
     monkeypatch.setattr(time, "clock_gettime", lambda _: now[1])
-    home = Pauses("", if_busy=False, caps=caps_of("1GB"))
+    home = Pauses("", if_busy=False, caps=parse_caps("1GB"))
     assert passes(10.0) == ""
     count_traffic(990 * 10**6)
     assert passes(10.0) == "pauses until 1 December", "at this rate the cap is near"
@@ -232,7 +233,7 @@ def test_a_home_pauses_for_the_rest_of_the_month_and_returns(monkeypatch: pytest
 
 def test_a_home_whose_traffic_cannot_be_counted_any_more_pauses(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pauses, "ASK_S", 0.0)
-    home = Pauses("", if_busy=False, caps=caps_of("1GB"))
+    home = Pauses("", if_busy=False, caps=parse_caps("1GB"))
     assert home.reason() == ""
     text = (folder / "traffic.json").read_text()
     (folder / "traffic.json").write_text("?")
@@ -242,10 +243,10 @@ def test_a_home_whose_traffic_cannot_be_counted_any_more_pauses(folder: Path, mo
 
 
 def test_a_unit_has_the_caps(tmp_path: Path) -> None:
-    unit = unit_of(tmp_path / "s.py", [], "", pause_if_busy=False, watts=0, monthly="200GB", upload_share="60%")
+    unit = systemd_unit(tmp_path / "s.py", [], "", pause_if_busy=False, watts=0, monthly="200GB", upload_share="60%")
     assert "up --monthly 200GB --upload-share 60%% " in unit
     with pytest.raises(InvalidInput):
-        unit_of(tmp_path / "s.py", [], "", pause_if_busy=False, watts=0, monthly="200")
+        systemd_unit(tmp_path / "s.py", [], "", pause_if_busy=False, watts=0, monthly="200")
 
 
 def test_a_limit_holds_on_average_and_follows_its_changes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -287,10 +288,10 @@ def test_a_transfer_of_a_state_leaves_half_of_a_share_for_gradients(monkeypatch:
 
 def test_a_home_is_allowed_the_smaller_of_link_share_and_month(monkeypatch: pytest.MonkeyPatch) -> None:
     home = HomeTraffic()
-    monkeypatch.setattr(home, "_caps", Caps(0.0, caps_of("", "60%").shares))
+    monkeypatch.setattr(home, "_caps", Caps(0.0, parse_caps("", "60%").shares))
     assert home.allowed_bps(20e6) == pytest.approx(12e6)
     assert home.allowed_bps(0.0) == 0.0
-    monkeypatch.setattr(home, "_caps", caps_of("1GB"))
+    monkeypatch.setattr(home, "_caps", parse_caps("1GB"))
     home.count()
     left_s = (next_month(datetime.datetime.now()) - datetime.datetime.now()).total_seconds()
     assert home.allowed_bps(1e12) == pytest.approx(0.5 * 8 * 0.995e9 / max(60.0, left_s), rel=0.01)

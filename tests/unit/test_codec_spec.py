@@ -13,11 +13,11 @@ from support import codecs as kit
 from commlayer.codec_spec import RULES, spec_error
 from commlayer.compressors import (
     Codec,
-    codec_of,
     error_feedback,
     identity,
     int8,
     kernels,
+    make_codec,
     momentum,
     onebit,
     parse,
@@ -27,11 +27,11 @@ from commlayer.compressors import (
     two_way,
     wrap,
 )
-from commlayer.compressors.feedback import in_updates
+from commlayer.compressors.feedback import encodes_updates
 from commlayer.compressors.kernels import fallback
 from commlayer.compressors.plan_codecs import FACTORIES
 from commlayer.compressors.state import SERVER
-from commlayer.engine.job.plan_checks import promise_of
+from commlayer.engine.job.plan_checks import codec_promise
 from commlayer.errors import InvalidInput
 from commlayer.planner.costs import Prices
 from commlayer.planner.data.tables import node, profile_from_tables
@@ -58,7 +58,7 @@ def test_tables_price_the_bytes_sent(text: str) -> None:
     codec = wrap(parse(text))
     bound = codec.bound(Spec((NUMEL,)))
     assert 0.8 * bound <= cost.nbytes(NUMEL) <= 1.15 * bound
-    assert (cost.sums, cost.alone, cost.answers) == promise_of(codec)
+    assert (cost.sums, cost.alone, cost.answers) == codec_promise(codec)
 
 
 @pytest.mark.parametrize("text", NOT_PRICED)
@@ -216,7 +216,7 @@ def test_server_must_decode_the_codec_of_every_node(by_node: tuple[str, ...], sa
     bucket = Bucket(3, (Slice(0, 0, 700),), "service", "topk(ratio=0.1)", by_node=by_node)
     for number in (None, 0, 1):
         with pytest.raises(ValueError, match=f"bucket 3: by_node has .*{says}.*E-PLAN-BY-NODE"):
-            codec_of(bucket, number)
+            make_codec(bucket, number)
 
 
 SPEC_MOMENTUM = Spec((60, 50))
@@ -244,16 +244,16 @@ def test_feedback_is_placed_inside_accumulating_wrappers() -> None:
 
 def test_units() -> None:
     on = error_feedback(int8(), lr_correction=True)
-    assert in_updates(on)
-    assert in_updates(momentum(on))
-    assert not in_updates(error_feedback(int8()))
+    assert encodes_updates(on)
+    assert encodes_updates(momentum(on))
+    assert not encodes_updates(error_feedback(int8()))
     assert "lr_correction" not in str(error_feedback(int8())), "plans from before there was a choice"
 
 
 def test_unsupported_codecs_are_refused_in_one_line() -> None:
     with kernels.use(fallback):
         with pytest.raises(InvalidInput, match="randomk") as caught:
-            codec_of(Bucket(0, (Slice(0, 0, 10),), "service", "randomk()"))
+            make_codec(Bucket(0, (Slice(0, 0, 10),), "service", "randomk()"))
         assert caught.value.code == "E-CODEC-BACKEND"
         state = onebit().init(Spec((64,)))
         with pytest.raises(InvalidInput) as caught:

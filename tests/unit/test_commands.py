@@ -18,7 +18,7 @@ from support.commands import assert_error
 
 from commlayer import plan_file
 from commlayer.cli import output
-from commlayer.cli.arguments import counted_job, function_of, job_named, made_by, timed_job
+from commlayer.cli.arguments import counted_job, import_function, import_model_function, job_named, timed_job
 from commlayer.cli.main import run
 from commlayer.cli.plan import report as plan_report
 from commlayer.demo import report
@@ -428,7 +428,7 @@ def test_script_can_be_planned_in_one_command(
         run()
     out = capsys.readouterr().out
     assert "mine.py: 4 tensors, 18,696 elements, 2 ranks on 2 nodes\n" in out
-    plan, inputs = plan_file.plan_in(Path("plan.json")), plan_file.inputs_of(Path("plan.json"))
+    plan, inputs = plan_file.plan_in(Path("plan.json")), plan_file.read_plan_inputs(Path("plan.json"))
     assert plan.job == inputs.job.digest()
     assert inputs.job.batch == 16
     assert inputs.job.timing is not None
@@ -473,7 +473,7 @@ def test_script_can_import_neighbouring_modules(tmp_path: Path, monkeypatch: pyt
     (tmp_path / f"{beside}.py").write_text("WIDTH = 7")
     for script in ("script.py", "script_of_mine.py"):
         (tmp_path / script).write_text(SCRIPT.format(beside=beside))
-    assert function_of(name.format(folder=tmp_path), "make", "that returns a number")() == 7
+    assert import_function(name.format(folder=tmp_path), "make", "that returns a number")() == 7
 
 
 ALLOWED = '''
@@ -513,7 +513,7 @@ else:
 
 def test_file_with_only_definitions_at_top_level_is_imported(tmp_path: Path) -> None:
     (tmp_path / "allowed.py").write_text(ALLOWED)
-    assert function_of(f"{tmp_path}/allowed.py", "make", "")() == 7
+    assert import_function(f"{tmp_path}/allowed.py", "make", "")() == 7
 
 
 @pytest.mark.parametrize(("top", "line", "more"), [
@@ -531,7 +531,7 @@ def test_file_with_top_level_code_is_refused_unless_named_as_a_module(
     monkeypatch.chdir(tmp_path)
     Path("working.py").write_text(f"from torch import nn\n\ndef make():\n    return 7\n\n{top}")
     with pytest.raises(ValueError) as caught:
-        function_of("working.py:make", "make", "")
+        import_function("working.py:make", "make", "")
     number = Path("working.py").read_text().splitlines().index(next(
         each for each in Path("working.py").read_text().splitlines() if each.strip() == line)) + 1
     assert str(caught.value).startswith(f"working.py:{number}: ")
@@ -546,14 +546,14 @@ def test_module_is_imported_without_checks(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     Path("runs_when_imported.py").write_text("mark = open('mark', 'w')\nmark.close()\n\ndef make():\n    return 7\n")
-    assert function_of("runs_when_imported:make", "make", "")() == 7
+    assert import_function("runs_when_imported:make", "make", "")() == 7
     assert Path("mark").exists()
 
 
 def test_job_reports_activation_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("kept.py").write_text(KEPT)
-    for job in (timed_job(made_by("kept.py"), "kept.py", 8), counted_job("kept.py", 8)):
+    for job in (timed_job(import_model_function("kept.py"), "kept.py", 8), counted_job("kept.py", 8)):
         # The input of each layer, and the result of the last for its square; no weights.
         assert job.timed.activation_nbytes == 4 * 8 * (100 + 200 + 300)
 

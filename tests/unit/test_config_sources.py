@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from commlayer.config import (
     Config,
     Launch,
+    broken_after_s,
     child_environment,
     codec_threads,
     host_port,
@@ -22,7 +23,6 @@ from commlayer.config import (
     read_config,
     read_launch,
     reconnect_window_s,
-    unheard_s,
 )
 from commlayer.errors import RecordError
 from commlayer.records import MAX_BUCKET_NBYTES
@@ -199,4 +199,4 @@ def test_only_loopback_is_loopback() -> None:
 def test_reconnect_time_is_within_the_deadline(
         fields: dict[str, float], window_s: float, silent_s: float) -> None:
     config = read_config(fields, environ={}, cwd="/nonexistent")
-    assert (reconnect_window_s(config), unheard_s(config)) == (window_s, silent_s)
+    assert (reconnect_window_s(config), broken_after_s(config)) == (window_s, silent_s)

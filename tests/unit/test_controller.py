@@ -88,7 +88,7 @@ class Job:
         self.controller = TuningController(self, self, reports, **options)  # type: ignore[arg-type]
         self.controller.start()
 
-    def say(self, text: str, level: int = 20) -> None:
+    def log_decision(self, text: str, level: int = 20) -> None:
         self.lines.append(text)
 
     def called(self, rank: int) -> str:
@@ -100,7 +100,7 @@ class Job:
     def step(self, step_s: float = 0.4, waited_s: float = 0.04, times: int = 1) -> None:
         for _ in range(times):
             self.exchanges += 1
-            self.controller.step_over(step_s, waited_s)
+            self.controller.record_step_time(step_s, waited_s)
 
     # the exchange of rows, and the meter
 

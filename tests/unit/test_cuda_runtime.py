@@ -11,7 +11,7 @@ from msgspec import structs
 from support.cuda import DEVICE, running
 from support.workers import Rig, job, on_ranks, step
 
-from commlayer.compressors import block_threshold, codec_of, identity, int8, runs_on
+from commlayer.compressors import block_threshold, identity, int8, make_codec, runs_on
 from commlayer.engine.buckets.bucket import EncodedBucket
 from commlayer.engine.paths.staging import device_buckets
 from commlayer.engine.worker.worker import Worker
@@ -40,7 +40,7 @@ class DeviceRig(Rig):
 
     def worker(self, rank: int, transport: Any) -> Worker:
         device = DEVICE if self.on_device else torch.device("cpu")
-        codecs = {b.id: codec_of(b, rank, self.plan) for b in self.plan.buckets}
+        codecs = {b.id: make_codec(b, rank, self.plan) for b in self.plan.buckets}
         return Worker(self.job, self.plan, codecs, device, rank=rank, members=len(self.transports), transport=transport)
 
 

@@ -18,7 +18,7 @@ from commlayer.cluster.servers import bucket_sum
 from commlayer.cluster.servers.bucket_sum import as_float32, divided_afterwards
 from commlayer.compressors import parse, two_way, wrap
 from commlayer.compressors.codec import Codec
-from commlayer.compressors.feedback import residual_of
+from commlayer.compressors.feedback import find_residual
 from commlayer.compressors.state import seed
 from commlayer.records import Spec
 
@@ -103,7 +103,7 @@ class Job:
     def _owed(self, member: int, x: Any) -> Any:
         """What is lost with a member that dies: its residual from before the step."""
         self.codec.undo(self.states[member], x)
-        residual = residual_of(self.states[member])
+        residual = find_residual(self.states[member])
         return 0.0 if residual is None else residual.astype(float)
 
     def _finish(self, result: Any, inputs: Any, velocities: Any, weights: Any, weight: float, division: Any, *,
@@ -123,12 +123,12 @@ class Job:
                 self.put += inputs[m].astype(float) * division.ratio + velocities.get(m, 0.0)
         self.assumed = weight or self.assumed
         owed = [residual for state in (*(self.states[m] for m in self.alive), self.server)
-                if (residual := residual_of(state)) is not None]
+                if (residual := find_residual(state)) is not None]
         self.peak = max(self.peak, *(float(np.abs(each).max()) for each in owed))
 
     def error(self) -> float:
         """The largest difference between what was put in and what was applied or is still owed."""
-        owed = [residual_of(self.states[m]) for m in self.alive] + [residual_of(self.server)]
+        owed = [find_residual(self.states[m]) for m in self.alive] + [find_residual(self.server)]
         rest = sum(each.astype(float) for each in owed if each is not None)
         return float(np.abs(self.put - self.applied - rest - self.lost).max())
 

@@ -13,10 +13,10 @@ from support.workers import Rig, job, on_ranks, step
 from torch import nn
 
 from commlayer.cluster.servers.server_codecs import CodecOps
-from commlayer.compressors import codec_of, parse, topk, two_way
+from commlayer.compressors import make_codec, parse, topk, two_way
 from commlayer.compressors.codec import Codec, State
 from commlayer.compressors.feedback import wrap
-from commlayer.compressors.plan_codecs import reader_of
+from commlayer.compressors.plan_codecs import sparse_result_codec
 from commlayer.engine.buckets.bucket import BucketExchange, EncodedBucket
 from commlayer.engine.buckets.results import SparseResult
 from commlayer.engine.buckets.units import Units
@@ -33,7 +33,7 @@ SHAPES = [(6, 50), (40,)]
 SLICES = {"one": (Slice(0, 0, 300),), "a part": (Slice(0, 100, 250),), "two": (Slice(0, 0, 300), Slice(1, 0, 40))}
 
 
-def bucket_of(codec: str, slices: tuple[Slice, ...], given: list[memoryview]) -> EncodedBucket:
+def make_bucket(codec: str, slices: tuple[Slice, ...], given: list[memoryview]) -> EncodedBucket:
     bucket = EncodedBucket(Bucket(0, slices, "service", codec=codec), job(SHAPES), wrap(parse(codec)), torch.device("cpu"), 0)
     bucket.keep_encoded(given.append)
     return bucket
@@ -50,7 +50,7 @@ def result_of(bucket: EncodedBucket) -> memoryview:
 @pytest.mark.parametrize("codec", CODECS)
 def test_written_gradient_equals_decode(codec: str, slices: str) -> None:
     given: list[memoryview] = []
-    bucket = bucket_of(codec, SLICES[slices], given)
+    bucket = make_bucket(codec, SLICES[slices], given)
     body = result_of(bucket)
     plain = torch.empty(bucket.numel)
     assert bucket.codec.decode(body, bucket.ledger.state, plain)
@@ -73,7 +73,7 @@ def test_written_gradient_equals_decode(codec: str, slices: str) -> None:
 
 
 def test_non_finite_result_is_written_as_nan() -> None:
-    bucket = bucket_of("int4()", SLICES["two"], [])
+    bucket = make_bucket("int4()", SLICES["two"], [])
     bucket.x.fill_(float("inf"))
     bucket.decode(memoryview(bytearray(bucket.coder.payload[: bucket.encode()])))
     targets = [torch.zeros(shape) for shape in SHAPES]
@@ -98,7 +98,7 @@ def answer(codec: Codec, server: State, payload: memoryview) -> memoryview:
 
 @pytest.mark.parametrize("codec", READ, ids=str)
 def test_entries_equal_the_decoded_values(codec: Codec) -> None:
-    reader = reader_of(codec)
+    reader = sparse_result_codec(codec)
     assert reader is not None
     state, server = codec.init(Spec((N,))), codec.init_server(Spec((N,)))
     for number in range(3):
@@ -276,6 +276,6 @@ def test_rollback_from_payloads_is_bit_exact(codec: str, monkeypatch: pytest.Mon
 
 def test_dense_sum_is_kept_if_payloads_are_as_large() -> None:
     _, plan = planned("int4()")
-    ops = CodecOps(codec_of(plan.buckets[0]), plan.buckets[0], "job")
+    ops = CodecOps(make_codec(plan.buckets[0]), plan.buckets[0], "job")
     assert ops.worth_giving_back(2)
     assert not ops.worth_giving_back(8)

@@ -15,7 +15,7 @@ from support.residuals import by_tensor, slices_of
 from support.workers import Rig, job, on_ranks, step
 
 from commlayer.cluster.processes.bounded_calls import PendingCollective
-from commlayer.compressors import codec_of
+from commlayer.compressors import make_codec
 from commlayer.engine.buckets.current_step import Arrivals
 from commlayer.engine.job.plan_checks import unsuited
 from commlayer.engine.paths.lanes import Lane
@@ -114,7 +114,7 @@ def test_sum_is_checked_while_it_is_written_over_the_gradient(place: int | None,
     layout = default_plan(shapes, codec="identity()", path="allreduce", servers=0, ranks_per_node=1, fuse_nbytes=0,
                           cut_nbytes=1 << 20)
     alone: Any = SimpleNamespace(world=1, site=[0], local=0, allreduce=lambda _: PendingCollective(None, "", on_device=False))
-    worker = Worker(shapes, layout, {b.id: codec_of(b) for b in layout.buckets}, torch.device("cpu"), groups=alone)
+    worker = Worker(shapes, layout, {b.id: make_codec(b) for b in layout.buckets}, torch.device("cpu"), groups=alone)
     grads = [torch.randn(info.shape) for info in shapes.tensors]
     expected = [grad.clone() for grad in grads]
     if place is not None:

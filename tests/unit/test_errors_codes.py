@@ -23,7 +23,7 @@ from commlayer.errors import (
     InvalidState,
     PeerLost,
     RecordError,
-    code_of,
+    find_error_code,
 )
 from commlayer.observe.log_lines import LogLines
 
@@ -40,7 +40,7 @@ def test_table_lists_exactly_the_codes_of_the_source() -> None:
     RecordError("E-SETTING", "x: got 1"), PeerLost("gone", peer="worker 2", step=3, bucket=4)])
 def test_error_ends_with_its_code_and_crosses_processes(error: errors.Coded) -> None:
     assert str(error).endswith(f"[{error.code}]")
-    assert code_of(error) == error.code
+    assert find_error_code(error) == error.code
     again = pickle.loads(pickle.dumps(error))
     assert (type(again), str(again), again.code) == (type(error), str(error), error.code)
 

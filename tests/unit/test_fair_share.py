@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from commlayer.transport.flow.fair_share import ConnectionTable, FairShare, source_of
+from commlayer.transport.flow.fair_share import ConnectionTable, FairShare, address_source
 from commlayer.transport.handshake import MAX_BEGUN, PendingHandshakes
 
 
@@ -87,7 +87,7 @@ def test_source_can_take_its_share_after_any_pause() -> None:
     ("::1", "::/64"),
 ])
 def test_addresses_of_one_machine_are_one_source(host: str, source: str) -> None:
-    assert source_of(host) == source
+    assert address_source(host) == source
 
 
 def test_full_table_evicts_the_oldest_connection_of_the_largest_source() -> None:

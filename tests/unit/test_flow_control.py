@@ -188,7 +188,7 @@ def stuff(sock: socket.socket) -> None:
 
 def test_no_cap_before_a_rate_is_known(pairs: list[tuple[socket.socket, socket.socket]]) -> None:
     before, pacer = cap(pairs[0][0]), Pacer()
-    pacer.begins(pairs[0][0])
+    pacer.begin_share(pairs[0][0])
     assert cap(pairs[0][0]) == before
 
 
@@ -196,21 +196,21 @@ def test_concurrent_senders_share_the_rate_and_a_single_one_has_all(pairs: list[
     (a, _), (b, _), (c, _) = pairs
     pacer = Pacer()
     pacer.follow(BPS)
-    pacer.begins(a)
+    pacer.begin_share(a)
     assert cap(a) == part(1)
-    pacer.begins(b)
+    pacer.begin_share(b)
     assert cap(b) == part(1), "nothing waits at a"
     stuff(a)
     stuff(b)
-    pacer.begins(c)
+    pacer.begin_share(c)
     assert [cap(sock) for sock in (a, b, c)] == [part(3)] * 3
-    pacer.lift(c)
+    pacer.end_share(c)
     assert cap(c) == UNLIMITED
-    pacer.begins(b)
+    pacer.begin_share(b)
     assert (cap(a), cap(b)) == (part(2), part(2))
     pacer.follow(0.0)
     assert {cap(sock) for sock in (a, b, c)} == {UNLIMITED}
-    pacer.begins(a)
+    pacer.begin_share(a)
     assert cap(a) == UNLIMITED
 
 
@@ -220,14 +220,14 @@ def test_lower_of_share_and_credit_is_the_cap(pairs: list[tuple[socket.socket, s
     pacer.bound(a, 2e6)
     assert (cap(a), cap(b)) == (2_000_000, UNLIMITED), "a credit needs no rate of the link"
     pacer.follow(BPS)
-    pacer.begins(a)
+    pacer.begin_share(a)
     assert cap(a) == 2_000_000
     pacer.bound(a, 1e9)
     assert cap(a) == part(1)
     pacer.bound(a, 3e6)
-    pacer.lift(a)
+    pacer.end_share(a)
     assert cap(a) == 3_000_000, "a probe is bound by its credit"
-    pacer.begins(a)
+    pacer.begin_share(a)
     pacer.bound(a, 0.0)
     assert cap(a) == part(1)
     pacer.follow(0.0)
@@ -259,7 +259,7 @@ def test_slow_links_switch_to_a_congestion_control_that_keeps_the_rate(
     pacer.add(late)
     assert (control(sock), control(other)) == (b"reno" if leaves else used, b"reno")
     assert control(late) == control(sock), "a connection that is made later"
-    pacer.begins(sock)
+    pacer.begin_share(sock)
     assert cap(sock) == int(SLACK * bps / 8), "it is paced all the same"
 
 
@@ -291,9 +291,9 @@ def test_closed_connection_takes_no_share(pairs: list[tuple[socket.socket, socke
     pacer = Pacer()
     pacer.follow(BPS)
     stuff(a)
-    pacer.begins(a)
+    pacer.begin_share(a)
     a.close()
-    pacer.begins(b)
+    pacer.begin_share(b)
     assert cap(b) == part(1)
 
 
@@ -323,7 +323,7 @@ def test_address_of_this_machine_routes_to_itself() -> None:
     own = own_address.default_address()
     if own:
         assert own_address.address_to(own) == own
-        assert own_address.interface_of(own) in {name for _, name in socket.if_nameindex()}
+        assert own_address.find_interface(own) in {name for _, name in socket.if_nameindex()}
 
 
 def test_remote_address_is_preferred_for_a_name_with_several(monkeypatch: pytest.MonkeyPatch) -> None:

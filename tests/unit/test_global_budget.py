@@ -14,14 +14,14 @@ from msgspec.structs import replace
 from support import codecs
 from support import workers as kit
 
-from commlayer.compressors import codec_of, parse, wrap
+from commlayer.compressors import make_codec, parse, wrap
 from commlayer.compressors.global_budget import (
     FIRST_RATIO,
     MAX_SHARE,
     MOST_CHANGE,
     BudgetedTopK,
     Demand,
-    Tail,
+    MagnitudeTail,
     share_budget,
     with_budget,
 )
@@ -152,7 +152,7 @@ def test_plans_without_ratios_are_unchanged() -> None:
         assert budgeted(text) == wrap(parse(text))
     assert budgeted("block_threshold(0.1)") == wrap(parse("block_threshold(0.1)")), "its sums of runs compare with no magnitude"
     bucket = Bucket(0, (Slice(0, 0, 100),), "encode@cpu all.allgather decode@cpu", "topk(0.1)")
-    assert codec_of(bucket, plan=plan(ratio_over="plan")) == wrap(parse("topk(0.1)")), "collectives pay for the largest size"
+    assert make_codec(bucket, plan=plan(ratio_over="plan")) == wrap(parse("topk(0.1)")), "collectives pay for the largest size"
     assert str(budgeted("topk(0.1)")) == str(wrap(parse("topk(0.1)")))
 
 
@@ -164,7 +164,7 @@ def test_plan_description_lists_only_active_settings() -> None:
     assert not unsuited(replace(result, ratio_over="plan", warmup=100), 2, 1)
 
 
-TAILS = st.builds(Tail, st.integers(0, 5000), st.floats(1e-30, 1e30), st.floats(0.5, 40.0))
+TAILS = st.builds(MagnitudeTail, st.integers(0, 5000), st.floats(1e-30, 1e30), st.floats(0.5, 40.0))
 
 
 @st.composite
@@ -204,7 +204,7 @@ def test_shares_converge_to_one_global_threshold() -> None:
         tails = []
         for v, k in zip(vectors, now, strict=True):
             top = v.topk(k).values
-            tails.append(Tail(k, float(top[-1]), 1 / max(float((top / top[-1]).log().mean()), 1e-3)))
+            tails.append(MagnitudeTail(k, float(top[-1]), 1 / max(float((top / top[-1]).log().mean()), 1e-3)))
         now = share_budget([Demand(k, p // 8, p, 8 * p, t) for k, p, t in zip(now, plain, tails, strict=True)])
     threshold = torch.cat(vectors).topk(sum(plain)).values[-1]
     best = [int((v >= threshold).sum()) for v in vectors]

@@ -20,15 +20,15 @@ from support.disks import files_up_to
 from commlayer.cluster.calls import messages
 from commlayer.cluster.membership import sites
 from commlayer.cluster.membership.coordinator_journal import NAME, CoordinatorJournal, CoordinatorRecord
-from commlayer.cluster.membership.kv_store import KvStore, Row
+from commlayer.cluster.membership.kv_store import KvStore, StoreRow
 from commlayer.cluster.membership.membership import State
 from commlayer.cluster.membership.rendezvous_service import RendezvousService
 from commlayer.cluster.processes.channels import node_ranks
-from commlayer.cluster.servers.server_codecs import ops_of, senders_of
+from commlayer.cluster.servers.server_codecs import contributing_ranks, make_codec_ops
 from commlayer.cluster.servers.server_journal import NAME as NAME_JOURNAL
 from commlayer.cluster.servers.server_journal import ServerIdentity, ServerJournal, read
 from commlayer.cluster.servers.summation import Summation
-from commlayer.compressors import codec_of, seed
+from commlayer.compressors import make_codec, seed
 from commlayer.errors import RecordError
 from commlayer.planner import default_plan
 from commlayer.records import Epoch, Job, Plan, ServerInfo, TensorInfo
@@ -131,7 +131,7 @@ def test_full_disk_is_one_line_and_leaves_no_gap_in_the_journal(
         journal.begin(SITES, {})
     with files_up_to((tmp_path / f"{NAME}-wal").stat().st_size + 40 if later else 4):
         store.save = journal.write_row
-        journal.begin(SITES, {("a", 0): Row(b"", 1)})
+        journal.begin(SITES, {("a", 0): StoreRow(b"", 1)})
         journal.write(RECORD)
         for number in range(20):
             store.put("a", [((f"{number}", 0), bytes(30))])
@@ -147,7 +147,7 @@ def test_journal_of_a_finished_job_is_deleted(tmp_path: Path) -> None:
     journal = started(tmp_path)
     journal.forget()
     journal.write(RECORD)
-    journal.write_row(("x", 0), Row(b"y", 1))
+    journal.write_row(("x", 0), StoreRow(b"y", 1))
     assert list(tmp_path.iterdir()) == []
     journal.close()
 
@@ -334,7 +334,7 @@ class Member:
 
     def __init__(self, rank: int, plan: Plan) -> None:
         self.rank, self.plan = rank, plan
-        self.codecs = {b.id: codec_of(b, rank, plan) for b in plan.buckets}
+        self.codecs = {b.id: make_codec(b, rank, plan) for b in plan.buckets}
         self.states = {b.id: self.codecs[b.id].init(b.spec) for b in plan.buckets}
         for number, state in self.states.items():
             seed(state, plan.job, number, rank)
@@ -356,10 +356,10 @@ def trained(codec: str, down: str, crash: Callable[[], bool]) -> tuple[list[byte
     kept: dict[int, tuple[bytes, bytes]] = {}
 
     def begun() -> Summation:
-        summation = Summation(0, 1, ops_of(plan, 0), senders_of(plan, node_ranks(WORLD, 1)))
+        summation = Summation(0, 1, make_codec_ops(plan, 0), contributing_ranks(plan, node_ranks(WORLD, 1)))
         for bucket, entry in kept.items():
-            summation.recall(bucket, *entry)
-        summation.remember(lambda bucket, words, state: kept.__setitem__(bucket, (words, bytes(state))))
+            summation.restore_from_journal(bucket, *entry)
+        summation.journal_state(lambda bucket, words, state: kept.__setitem__(bucket, (words, bytes(state))))
         return summation
 
     server, results, crashes, heads = begun(), list[bytes](), 0, set[bytes]()
@@ -407,7 +407,7 @@ def test_bucket_without_a_complete_entry_starts_fresh_at_any_step() -> None:
     plan = default_plan(JOB, codec="topk(ratio=0.2)", path="service", servers=1, ranks_per_node=1, fuse_nbytes=64,
                         cut_nbytes=4096)
     bucket, members = plan.buckets[0], [Member(rank, plan) for rank in range(WORLD)]
-    server = Summation(0, 1, ops_of(plan, 0), senders_of(plan, node_ranks(WORLD, 1)))
+    server = Summation(0, 1, make_codec_ops(plan, 0), contributing_ranks(plan, node_ranks(WORLD, 1)))
     server.forget(bucket.id)
     for member in members:
         x = torch.ones(bucket.numel)
@@ -422,8 +422,8 @@ def test_bucket_older_than_its_members_starts_fresh_and_logs_it(caplog: pytest.L
                         cut_nbytes=4096)
     bucket, member = plan.buckets[0], Member(0, plan)
     kept: list[tuple[bytes, bytes]] = []
-    former = Summation(0, 1, ops_of(plan, 0), dict.fromkeys((b.id for b in plan.buckets), (0,)))
-    former.remember(lambda number, words, state: kept.append((words, state)) if number == bucket.id else None)
+    former = Summation(0, 1, make_codec_ops(plan, 0), dict.fromkeys((b.id for b in plan.buckets), (0,)))
+    former.journal_state(lambda number, words, state: kept.append((words, state)) if number == bucket.id else None)
 
     def push(server: Summation, step: int) -> list[Any]:
         x = torch.arange(bucket.numel, dtype=torch.float32) + step
@@ -433,8 +433,8 @@ def test_bucket_older_than_its_members_starts_fresh_and_logs_it(caplog: pytest.L
 
     for step in range(5):
         assert len(push(former, step)) == 1
-    behind = Summation(0, 1, ops_of(plan, 0), dict.fromkeys((b.id for b in plan.buckets), (0,)))
-    behind.recall(bucket.id, *kept[3])
+    behind = Summation(0, 1, make_codec_ops(plan, 0), dict.fromkeys((b.id for b in plan.buckets), (0,)))
+    behind.restore_from_journal(bucket.id, *kept[3])
     assert [reply.header.step for reply in push(behind, 5)] == [5]
     (line,) = [record.getMessage() for record in caplog.records]
     assert line == f"bucket {bucket.id}: the journal ends before step 5, round 0, so its residual is lost and restarts at zero"

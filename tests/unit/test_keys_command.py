@@ -95,7 +95,7 @@ def test_concurrent_commands_lose_nothing(ca: Path) -> None:
     with ThreadPoolExecutor(4) as threads:
         list(threads.map(lambda name: authority.add(ca, name), names))
         list(threads.map(lambda name: authority.revoke(ca, name), names))
-    assert [(one.name, one.revoked) for one in authority.issued(ca)] == [(name, True) for name in names]
+    assert [(one.name, one.revoked) for one in authority.list_issued(ca)] == [(name, True) for name in names]
     assert len(Keys(ca / "nodes" / "n0").revoked()) == len(names)
 
 

@@ -338,7 +338,7 @@ def elements(mask: int) -> torch.Tensor:
                       for i, (start, stop) in enumerate(pairwise(EDGES))])
 
 
-def residual_of(ledger: Ledger) -> torch.Tensor:
+def find_residual(ledger: Ledger) -> torch.Tensor:
     total, start = torch.zeros(NUMEL), {0: 0, 1: 40, 2: 65 - 5}
     for part in ledger.residuals():
         at = start[part.tensor] + part.start
@@ -354,7 +354,7 @@ def test_applied_plus_residuals_equal_input_after_rollbacks(text: str, twice: bo
     state = codec.init(Spec((NUMEL,)))
     ledger.encoders = [((0, NUMEL), state)]
     ledger.inherit([ResidualSlice(0, 10, np.ones(20, np.float32)), ResidualSlice(2, 0, np.ones(10, np.float32))], 0.5)
-    put, applied = residual_of(ledger), torch.zeros(NUMEL)
+    put, applied = find_residual(ledger), torch.zeros(NUMEL)
     assert put.sum() == 12.5, "the elements of other buckets are left out"
     generator, memory = torch.Generator().manual_seed(0), [memoryview(bytearray(codec.bound(Spec((NUMEL,))))) for _ in range(2)]
     for step in range(30):
@@ -376,7 +376,7 @@ def test_applied_plus_residuals_equal_input_after_rollbacks(text: str, twice: bo
         applied += y * kept
         assert step % 7 or ledger.report() >= 0
     ledger.roll_back()
-    torch.testing.assert_close(applied + residual_of(ledger), put, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(applied + find_residual(ledger), put, rtol=1e-4, atol=1e-4)
 
 
 def test_partly_applied_inherited_residual_is_sent_again() -> None:
@@ -389,7 +389,7 @@ def test_partly_applied_inherited_residual_is_sent_again() -> None:
     ledger.roll_back()
     assert ledger.report() == 0b110
     assert ledger.report() == 0
-    torch.testing.assert_close(residual_of(ledger), elements(0b001) * 0.25 + elements(0b010))
+    torch.testing.assert_close(find_residual(ledger), elements(0b001) * 0.25 + elements(0b010))
 
 
 def test_replaced_states_have_no_pending_rollbacks() -> None:

@@ -27,9 +27,9 @@ from bench.virtual_training import LOOKS, STEPS, Variant
 from commlayer.cli.main import run
 from commlayer.codec_spec import parse_spec
 from commlayer.config import Config
-from commlayer.engine.start.plan_choice import settle
-from commlayer.errors import InvalidInput, RecordError, code_of
-from commlayer.plan_file import inputs_of
+from commlayer.engine.start.plan_choice import resolve_plan
+from commlayer.errors import InvalidInput, RecordError, find_error_code
+from commlayer.plan_file import read_plan_inputs
 from commlayer.planner import builtin
 from commlayer.planner.convergence import (
     ALONE,
@@ -397,7 +397,7 @@ def test_rows_measured_on_the_users_task_are_used_for_plans(
     code, output, errors = told(["plan", "create", "lstm", "--nodes", "4xrtx3060@20/20Mb", "--learning", str(out), "--out",
                                str(plan)], monkeypatch, capsys)
     assert (code, errors) == (0, "")
-    assert inputs_of(plan).learning == result.rows, "explain, whatif and diff go by them, too"
+    assert read_plan_inputs(plan).learning == result.rows, "explain, whatif and diff go by them, too"
     assert "x steps: from one seed of your own task" in output
     code, _, errors = told(["plan", "whatif", "--plan", str(plan), "--bandwidth", "20Mb"], monkeypatch, capsys)
     assert (code, errors) == (0, "")
@@ -414,7 +414,8 @@ def table(path: Path, **costs: float) -> Path:
 
 def test_job_starts_with_its_own_table(tmp_path: Path) -> None:
     bad, good = table(tmp_path / "bad.json", int4=0.5, int8=0.001), table(tmp_path / "good.json", int4=0.001, int8=0.001)
-    first = [settle("auto", builtin("lstm"), Config(learning=str(path), max_loss=0.05), 4, 1, optimizer="adam").buckets[0].codec
+    first = [resolve_plan("auto", builtin("lstm"), Config(learning=str(path), max_loss=0.05), 4, 1,
+                          optimizer="adam").buckets[0].codec
              for path in (bad, good)]
     assert ["int8" in first[0], "int4" in first[1]] == [True, True]
     assert tables.learning_rows(str(bad)) is tables.learning_rows(str(bad)), "one object, since looks are kept by it"
@@ -446,7 +447,7 @@ def test_unmeasurable_task_is_one_line(
     assert own_learning.main([str(task_file(tmp_path, **task)), str(out), *more]) == 2
     errors = capsys.readouterr().err
     assert line in errors
-    assert code_of(errors) == ("E-CODEC-NAME" if more else "E-USER-CODE"), errors
+    assert find_error_code(errors) == ("E-CODEC-NAME" if more else "E-USER-CODE"), errors
     assert len(errors.strip().splitlines()) == 1
     assert not out.exists()
 
@@ -456,7 +457,7 @@ def test_missing_table_is_one_line(
 ) -> None:
     absent = tmp_path / "none.json"
     with pytest.raises(ValueError, match=f"{absent}: No such file.*E-LEARNING-TABLE"):
-        settle("auto", builtin("lstm"), Config(learning=str(absent)), 4, 1)
+        resolve_plan("auto", builtin("lstm"), Config(learning=str(absent)), 4, 1)
     words = ["plan", "create", "lstm", "--nodes", "2xrtx3060@1Gb", "--learning", str(absent)]
     code, _, errors = told(words, monkeypatch, capsys)
     assert code == 2

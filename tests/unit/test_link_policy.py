@@ -25,13 +25,13 @@ def watching(*, leads: bool) -> TuningState:
     return state
 
 
-def links_of(state: TuningState) -> LinkState:
+def measured_links(state: TuningState) -> LinkState:
     assert state.links is not None
     return state.links
 
 
 def observed(state: TuningState, row: SeenStep) -> TuningState:
-    return link_policy.observed(state, links_of(state), row, NOW)[0]
+    return link_policy.observe_step(state, measured_links(state), row, NOW)[0]
 
 
 @pytest.mark.parametrize("leads", [True, False])
@@ -40,21 +40,21 @@ def test_slower_links_are_planned_for(leads: bool, step_s: float, waits: bool) -
     state = watching(leads=leads)
     for _ in range(IN_A_ROW):
         state = observed(state, seen(step_s, 0.9 * step_s, 5e6, 0.9))
-    assert [link.up_bps for link in links_of(state).links] == [PAYLOAD * 5e6] * 2
+    assert [link.up_bps for link in measured_links(state).links] == [PAYLOAD * 5e6] * 2
     assert state.agreed == (WAITED_STEPS * step_s if waits else None)
     assert (state.order is not None) is leads
-    assert links_of(state).reprobe.since_s == NOW
+    assert measured_links(state).reprobe.since_s == NOW
 
 
 def test_faster_downloads_are_used_without_a_search() -> None:
     state, levels = watching(leads=True), set[int]()
     for _ in range(SETTLED):
-        state, lines = link_policy.observed(state, links_of(state), seen(0.4, 0.04, 4e8, 0.5), NOW)
+        state, lines = link_policy.observe_step(state, measured_links(state), seen(0.4, 0.04, 4e8, 0.5), NOW)
         levels |= {line.level for line in lines if isinstance(line, LogLine)}
     assert levels == {logging.DEBUG}
     assert (state.order, state.agreed) == (None, None)
-    assert [link.down_bps for link in links_of(state).links] == [PAYLOAD * 4e8] * 2
-    assert links_of(state).reprobe.since_s == 0.0, "probes count from the time when links were last found no faster"
+    assert [link.down_bps for link in measured_links(state).links] == [PAYLOAD * 4e8] * 2
+    assert measured_links(state).reprobe.since_s == 0.0, "probes count from the time when links were last found no faster"
 
 
 @pytest.mark.parametrize("leads", [True, False])
@@ -62,9 +62,9 @@ def test_faster_downloads_are_used_without_a_search() -> None:
 def test_probe_orders_a_search_only_for_faster_links(leads: bool, up_bps: float, faster: bool) -> None:
     before = watching(leads=leads)
     found = [Link(up_bps, 1e6), LINKS[1]]
-    state, (line,) = link_policy.probed(before, links_of(before), found, 0.4, NOW, 0.2)
+    state, (line,) = link_policy.apply_probe(before, measured_links(before), found, 0.4, NOW, 0.2)
     assert (state.order is not None) is (faster and leads)
-    assert links_of(state).links[0].up_bps == (up_bps if faster else 1e8)
-    assert links_of(state).reprobe.cost_s == 0.2
+    assert measured_links(state).links[0].up_bps == (up_bps if faster else 1e8)
+    assert measured_links(state).reprobe.cost_s == 0.2
     assert isinstance(line, LogLine)
     assert "ann" in line.text if faster else line.text.endswith("no faster than 100/100 Mb/s up/down")

@@ -21,8 +21,8 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import commlayer
 from commlayer.autotune.measure import batch_trial, calibration, link_rates
-from commlayer.autotune.measure.batch_trial import BatchTrial, batches_of, out_of_memory
-from commlayer.autotune.measure.step_times import timing_of
+from commlayer.autotune.measure.batch_trial import BatchTrial, make_batch_function, out_of_memory
+from commlayer.autotune.measure.step_times import median_timing
 from commlayer.balance import Sampler
 from commlayer.balance.profile import profile
 from commlayer.cluster.servers import summation_server
@@ -40,7 +40,7 @@ def step(shift: float) -> RecordedStep:
 
 
 def test_times_are_medians_from_the_first_gradient() -> None:
-    timing = timing_of([step(0.0), step(0.1), step(9.0)], 4, {0: 0, 1: 1, 2: 2})
+    timing = median_timing([step(0.0), step(0.1), step(9.0)], 4, {0: 0, 1: 1, 2: 2})
     assert timing.ready_s == pytest.approx((0.5, 0.2, 0.0, 0.6)), "one without a gradient is ready at the end"
     assert timing.needed_s == pytest.approx((0.0, 1.1 / 3, 2.2 / 3, 1.1))
     assert (timing.backward_s, timing.forward_s) == pytest.approx((0.6, 1.1))
@@ -203,7 +203,7 @@ def test_trial_leaves_model_and_optimizer_unchanged(ends: bool) -> None:
             raise MemoryError
         return trial(samples)
 
-    with trial.untouched(begun=False):
+    with trial.preserve_state(begun=False):
         result = profile(run, 8)
     assert result.ended == ends
     assert len(result.points) == (2 if ends else 3)
@@ -248,13 +248,13 @@ class Counted(IterableDataset[int]):
 
 def test_trial_batches_come_from_a_loader_or_function() -> None:
     loader = DataLoader(TensorDataset(torch.arange(9), torch.arange(9) * 2), batch_size=3)
-    x, y = batches_of(loader)(4)
+    x, y = make_batch_function(loader)(4)
     assert (x.tolist(), y.tolist()) == ([0, 1, 2, 3], [0, 2, 4, 6])
-    assert batches_of(lambda samples: "x" * samples)(3) == "xxx"
+    assert make_batch_function(lambda samples: "x" * samples)(3) == "xxx"
     with pytest.raises(ValueError, match="dataset Counted .*E-USER-CODE"):
-        batches_of(DataLoader(Counted(), batch_size=3))
+        make_batch_function(DataLoader(Counted(), batch_size=3))
     with pytest.raises(ValueError, match="got int .*E-USER-CODE"):
-        batches_of(3)
+        make_batch_function(3)
 
 
 @pytest.mark.parametrize(("loss_of", "text"), [

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.membership import DEAD_AFTER_S, PLAN, after, beat, elastic, running, server, ticked, worker
 
-from commlayer.cluster.calls.messages import ANY, FINISHED, Heartbeat, Join, digest_of
+from commlayer.cluster.calls.messages import ANY, FINISHED, Heartbeat, Join, hash_plan_bytes
 from commlayer.cluster.membership import epoch_change, membership
 from commlayer.cluster.membership.membership import State
 from commlayer.transport.protocol import SERVER_BASE
@@ -24,7 +24,7 @@ def test_first_epoch_starts_when_all_members_are_registered() -> None:
     assert epoch is not None
     assert [(m.rank, m.node, m.name, m.pid) for m in epoch.members] == [(0, 0, "host0", 100), (1, 1, "host1", 101)]
     assert [(s.id, s.address, s.node) for s in epoch.servers] == [(0, "127.0.0.1:7000", 1)]
-    assert (epoch.generation, epoch.plan, reply.plan) == (1, digest_of(PLAN), PLAN)
+    assert (epoch.generation, epoch.plan, reply.plan) == (1, hash_plan_bytes(PLAN), PLAN)
     assert epoch.gradients == 5
     for early in (worker(1), server(0)):
         assert after(state, early)[1].epoch == epoch, "members that came earlier get it when they ask again"
@@ -94,7 +94,7 @@ def test_refusal_gives_its_reason_and_changes_no_registration(
     assert line in reply.error
     assert reply.error.endswith(f"[{code}]")
     assert "\n" not in reply.error
-    assert not any(report in reply.error for report in ("jobA", digest_of(PLAN))), "digests of others stay theirs"
+    assert not any(report in reply.error for report in ("jobA", hash_plan_bytes(PLAN))), "digests of others stay theirs"
     assert refused.registrations == state.registrations
     assert refused.epoch == state.epoch
 

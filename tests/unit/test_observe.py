@@ -39,24 +39,34 @@ from commlayer.observe.link_monitor import (
 )
 from commlayer.observe.noise_scale import ENOUGH, HIDDEN, Agreement, NoiseScale
 from commlayer.observe.prediction_check import PredictionCheck
-from commlayer.observe.step_trace import EXCHANGE, NO_BUCKET, Event
-from commlayer.observe.trace_files import STEP, Comparison, Seen, by_lane, read_comparison, rows_of, write_trace
-from commlayer.planner.inputs import checked_inputs, nodes_of
+from commlayer.observe.step_trace import EXCHANGE, NO_BUCKET, TraceEvent
+from commlayer.observe.trace_files import (
+    STEP,
+    Comparison,
+    MeasuredRank,
+    by_lane,
+    compare_operations,
+    read_comparison,
+    write_trace,
+)
+from commlayer.planner.inputs import checked_inputs, parse_nodes
 from commlayer.planner.model import Basis, Cluster, Link, Node
 from commlayer.records import Bucket, Job, Plan, Slice, TensorInfo, Timing
 
 PREDICTED = [
-    Event("encode@cpu", 0, 0.0, 0.002), Event(EXCHANGE, 0, 0.002, 0.012, 5000), Event(EXCHANGE, 1, 0.012, 0.02),
-    Event(STEP, NO_BUCKET, 0.0, 0.1),
+    TraceEvent("encode@cpu", 0, 0.0, 0.002), TraceEvent(EXCHANGE, 0, 0.002, 0.012, 5000), TraceEvent(EXCHANGE, 1, 0.012, 0.02),
+    TraceEvent(STEP, NO_BUCKET, 0.0, 0.1),
 ]
 MEASURED = [
-    Event("encode@cpu", 0, 0.001, 0.004), Event(EXCHANGE, 0, 0.004, 0.024, 5000), Event(EXCHANGE, 1, 0.014, 0.017),
-    Event("decode@cpu", 0, 0.024, 0.025), Event(STEP, NO_BUCKET, 0.0, 0.12),
+    TraceEvent("encode@cpu", 0, 0.001, 0.004), TraceEvent(EXCHANGE, 0, 0.004, 0.024, 5000),
+    TraceEvent(EXCHANGE, 1, 0.014, 0.017),
+    TraceEvent("decode@cpu", 0, 0.024, 0.025), TraceEvent(STEP, NO_BUCKET, 0.0, 0.12),
 ]
 
 
 def compared() -> Comparison:
-    return Comparison("abc", 4, 1, 2, 1, rows_of([Seen(0, [MEASURED]), Seen(0, [MEASURED[:1]])], {0: PREDICTED}))
+    return Comparison("abc", 4, 1, 2, 1,
+                      compare_operations([MeasuredRank(0, [MEASURED]), MeasuredRank(0, [MEASURED[:1]])], {0: PREDICTED}))
 
 
 def test_trace_has_a_track_per_process_and_threads_for_overlapping_spans(tmp_path: Path) -> None:
@@ -84,7 +94,7 @@ def test_trace_has_a_track_per_process_and_threads_for_overlapping_spans(tmp_pat
 def test_spans_of_a_thread_do_not_overlap(spans: list[tuple[int, int]]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "t.json")
-        write_trace(file, {"x": by_lane(Event(EXCHANGE, i, a, a + n) for i, (a, n) in enumerate(spans))})
+        write_trace(file, {"x": by_lane(TraceEvent(EXCHANGE, i, a, a + n) for i, (a, n) in enumerate(spans))})
         drawn = [e for e in json.loads(file.read_text())["traceEvents"] if e["ph"] == "X"]
     assert sorted(e["args"]["bucket"] for e in drawn) == list(range(len(spans)))
     threads: dict[int, float] = {}
@@ -102,7 +112,7 @@ def test_ops_are_compared_over_buckets_ranks_and_nodes() -> None:
     assert (exchange.buckets, exchange.worst) == (2, 0)
     assert (rows["decode@cpu"].predicted_s, rows["decode@cpu"].error) == (0.0, None), "measured, not predicted"
     assert rows[STEP].error == pytest.approx(0.2)
-    alone = rows_of([Seen(0, [MEASURED])], {})
+    alone = compare_operations([MeasuredRank(0, [MEASURED])], {})
     assert {(row.predicted_s, row.error, row.worst) for row in alone} == {(None, None, None)}
 
 
@@ -206,8 +216,8 @@ def test_reset_counters_are_ignored() -> None:
     assert throughput([*before, *after]).down.bps == pytest.approx(8e6, rel=0.01)
 
 
-def due(again: ReprobeSchedule, now: float, *, hinted: bool = False, lost: bool = False, to_win: float = 1.0) -> bool:
-    return again.due(now, hinted=hinted, lost=lost, to_win=to_win)
+def due(again: ReprobeSchedule, now: float, *, hinted: bool = False, lost: bool = False, largest_gain: float = 1.0) -> bool:
+    return again.due(now, hinted=hinted, lost=lost, largest_gain=largest_gain)
 
 
 def test_probe_interval_grows_until_a_probe_succeeds() -> None:
@@ -219,17 +229,17 @@ def test_probe_interval_grows_until_a_probe_succeeds() -> None:
         while not due(again, now, lost=True):
             now += 1.0
         gaps.append(now - begin)
-        again = again.probed(now, 0.1, found=False)
+        again = again.after_probe(now, 0.1, found=False)
     assert gaps == [15, 30, 60, 120, 240, 480, 600, 600]
-    again = again.probed(now, 0.1, found=True)
+    again = again.after_probe(now, 0.1, found=True)
     assert due(again, now + reprobe.FIRST_S, lost=True)
 
 
 @pytest.mark.parametrize(("to_win", "from_s"), [(1.0, 2.0), (0.5, 4.0), (0.1, 20.0), (0.0, math.inf)])
-def test_probe_waits_until_faster_links_could_repay_its_cost(to_win: float, from_s: float) -> None:
+def test_probe_waits_until_faster_links_could_repay_its_cost(largest_gain: float, from_s: float) -> None:
     again = ReprobeSchedule(cost_s=2.0).changed(0.0)
-    assert due(again, min(from_s, 1e9), hinted=True, to_win=to_win) is (from_s < math.inf)
-    assert not due(again, 0.99 * min(from_s, 1e9), hinted=True, to_win=to_win)
+    assert due(again, min(from_s, 1e9), hinted=True, largest_gain=largest_gain) is (from_s < math.inf)
+    assert not due(again, 0.99 * min(from_s, 1e9), hinted=True, largest_gain=largest_gain)
 
 
 @pytest.mark.parametrize(("round_trip_s", "cost_s", "from_s"), [
@@ -239,7 +249,7 @@ def test_probe_waits_until_faster_links_could_repay_its_cost(to_win: float, from
 ])
 def test_first_probe_is_assumed_to_take_many_round_trips(round_trip_s: float, cost_s: float, from_s: float) -> None:
     again = ReprobeSchedule(cost_s=cost_s).changed(0.0)
-    seen = [again.due(now, hinted=False, lost=False, to_win=1.0, round_trip_s=round_trip_s)
+    seen = [again.due(now, hinted=False, lost=False, largest_gain=1.0, round_trip_s=round_trip_s)
             for now in (0.99 * from_s, 1.01 * from_s)]
     assert seen == [False, True]
 
@@ -471,21 +481,21 @@ def test_slower_links_are_reported_by_at_least_the_factor(looks: list[tuple[floa
 
 JOB = Job((TensorInfo("a", (5000,)), TensorInfo("b", (300,))), timing=Timing((2e-3, 1e-3), (0.0, 1e-3), 2e-3, 1e-3))
 LAB = Node("lab", 2, "rtx3060", Link(5e8, 5e8, 1e-3), intra_bps=1e10, speed=0.5)
-HOMES = tuple(structs.replace(n, ranks=2, intra_bps=1e10, server=False) for n in nodes_of("2xrtx3060@100/20Mb"))
+HOMES = tuple(structs.replace(n, ranks=2, intra_bps=1e10, server=False) for n in parse_nodes("2xrtx3060@100/20Mb"))
 
 
-def events(path: str, cluster: Cluster, hosts: tuple[int, ...], codec: str = "topk(ratio=0.1)") -> dict[int, list[Event]]:
+def events(path: str, cluster: Cluster, hosts: tuple[int, ...], codec: str = "topk(ratio=0.1)") -> dict[int, list[TraceEvent]]:
     buckets = (Bucket(0, (Slice(1, 0, 300),), path, codec), Bucket(1, (Slice(0, 0, 5000),), path, codec))
     plan = Plan(JOB.digest(), buckets, servers=len(hosts), hosts=hosts, ranks_per_node=2)
     result = predict(Basis(plan, checked_inputs(JOB, cluster)))
     results = planner.simulate(plan, JOB, cluster)
     for mine in result.by_node.values():
-        assert [e for e in mine if e.op == STEP] == [Event(STEP, NO_BUCKET, 0.0, results.step_s)]
+        assert [e for e in mine if e.op == STEP] == [TraceEvent(STEP, NO_BUCKET, 0.0, results.step_s)]
         assert all(0 <= e.start_s <= e.end_s for e in mine)
     return result.by_node
 
 
-def of_bucket(results: list[Event], bucket: int) -> list[str]:
+def of_bucket(results: list[TraceEvent], bucket: int) -> list[str]:
     return [e.op for e in sorted(results, key=lambda e: e.start_s) if e.bucket == bucket]
 
 

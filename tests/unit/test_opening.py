@@ -9,7 +9,7 @@ from support.autotuning import JOB, START
 from commlayer.autotune.opening import SLOW_S, exchange_s, is_no_slower, opening_plan
 from commlayer.autotune.planning.search import all_reduce_plan
 from commlayer.planner.data.tables import profile_from_tables
-from commlayer.planner.model import Cluster, Line, Link, Node, Policy, Profile, Question
+from commlayer.planner.model import Cluster, LinearCost, Link, Node, Policy, Profile, Question
 from commlayer.planner.plan_rules import verify
 
 FAST, SLOW, SLOWEST = Link(1e10, 1e10, 0.002), Link(3e8, 3e8, 0.01), Link(1e5, 1e5, 0.02)
@@ -51,4 +51,4 @@ def test_costs_of_codecs_and_collectives_count() -> None:
         structs.replace(cost, encode=cost.encode * 100, decode=cost.decode * 100) if "int4" in cost.codec else cost
         for cost in profile.codecs))
     assert near(1e9, slow_codecs)
-    assert not near(1e10, structs.replace(profile, across=Line(1e-5, 1e-8)))
+    assert not near(1e10, structs.replace(profile, across=LinearCost(1e-5, 1e-8)))

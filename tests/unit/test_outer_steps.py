@@ -18,11 +18,11 @@ from torch import nn
 
 from commlayer.engine.components import Component
 from commlayer.engine.sync.local_steps import Fragment, OuterSteps, StepWeights
-from commlayer.engine.sync.norm_matching import scale_of, square_of
+from commlayer.engine.sync.norm_matching import norm_matching_factor, sum_of_squares
 from commlayer.engine.worker.worker import Worker
 from commlayer.optim import OuterSGD
 from commlayer.planner import default_plan
-from commlayer.planner.buckets import fragments_of
+from commlayer.planner.buckets import divide_into_fragments
 from commlayer.records import Job, TensorInfo
 from commlayer.transport.protocol import SERVER_BASE, Header, Kind, sending
 
@@ -38,12 +38,12 @@ def noise(*numbers: int, size: tuple[int, ...] = (1000,)) -> torch.Tensor:
 def test_squared_norms_are_bit_equal_in_any_order() -> None:
     x = noise(1, size=(3_000_000,)) * 1e-3
     x[7] = 0.2  # far beyond the others, to which everything is rounded
-    result = square_of([x])
+    result = sum_of_squares([x])
     assert result == pytest.approx(float(x.double().square().sum()), rel=1e-4)
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
     parts = x[order].split(700_001)
-    assert square_of([*parts]) == square_of([*reversed(parts)]) == result
-    assert square_of([x.view(3, -1).t()]) == result
+    assert sum_of_squares([*parts]) == sum_of_squares([*reversed(parts)]) == result
+    assert sum_of_squares([x.view(3, -1).t()]) == result
     assert float(x[order].square().sum()) != float(x.square().sum()), "which floats by themselves do not give"
 
 
@@ -51,8 +51,8 @@ def test_squared_norms_are_bit_equal_in_any_order() -> None:
     ([], 0.0), ([0.0, 0.0], 0.0), ([3.0, 4.0], 25.0), ([1.0, INF], NAN), ([NAN, 1.0], NAN), ([1e-40, 0.0], 1e-80),
 ])
 def test_squared_norms_of_tiny_values(values: list[float], wanted: float) -> None:
-    assert square_of([torch.tensor(values)]) == pytest.approx(wanted, rel=1e-4, abs=0.0, nan_ok=True)
-    assert square_of([torch.tensor(values), torch.zeros(3)]) == pytest.approx(wanted, rel=1e-4, abs=0.0, nan_ok=True)
+    assert sum_of_squares([torch.tensor(values)]) == pytest.approx(wanted, rel=1e-4, abs=0.0, nan_ok=True)
+    assert sum_of_squares([torch.tensor(values), torch.zeros(3)]) == pytest.approx(wanted, rel=1e-4, abs=0.0, nan_ok=True)
 
 
 @pytest.mark.parametrize("norms", [[], [(1, 4.0)] * 2], ids=["plain", "matched"])
@@ -60,7 +60,7 @@ def test_squared_norms_of_tiny_values(values: list[float], wanted: float) -> Non
 def test_ranks_of_a_site_agree_whether_means_are_finite(norms: list[tuple[int, float]], mine: float, others: float) -> None:
     fragment = Fragment(0, {0: [(0, 2)]}, [torch.zeros(2)], [None])
     fragment.prepare([torch.tensor([0.0, -mine])], overlap=False)
-    finite, _ = fragment.match(norms, lambda own: own + square_of([torch.tensor([others])]), has_weight=True)
+    finite, _ = fragment.scale_to_norms(norms, lambda own: own + sum_of_squares([torch.tensor([others])]), has_weight=True)
     assert finite == (math.isfinite(mine) and math.isfinite(others))
 
 
@@ -83,7 +83,7 @@ def test_ranks_of_a_site_agree_whether_means_are_finite(norms: list[tuple[int, f
     ([], 1.0, 1.0),
 ])
 def test_norm_matching_factor(rows: list[tuple[float, float]], square: float, wanted: float) -> None:
-    assert scale_of(rows, square) == pytest.approx(wanted, rel=1e-12)
+    assert norm_matching_factor(rows, square) == pytest.approx(wanted, rel=1e-12)
 
 
 JOINED_OUTER_STEP = 1
@@ -132,7 +132,7 @@ def trained(
                 local.count()
                 for n, p in enumerate(parameters):
                     p.data += moved(rank, step, n)
-                if local.due:
+                if local.exchange_is_due:
                     local.exchange(worker, [], 20.0)
                     sources = [source for bucket in worker.buckets for source in bucket.sources]
                     assert overlap or not any(source is not None for source in sources), "applied changes take no memory"
@@ -233,7 +233,7 @@ def _parts(fragments: int) -> list[list[int]]:
     job = Job(tuple(TensorInfo(f"t{i}", shape) for i, shape in enumerate(SHAPES)))
     plan = default_plan(job, codec="identity()", path="service", servers=1, ranks_per_node=1, fuse_nbytes=1, cut_nbytes=4096)
     return [sorted({s.tensor for place in places for s in plan.buckets[place].slices})
-            for places in fragments_of(plan.buckets, fragments)]
+            for places in divide_into_fragments(plan.buckets, fragments)]
 
 
 PARTS = {fragments: _parts(fragments) for fragments in (1, 2, 4)}
@@ -277,7 +277,7 @@ class TurnedHub(Hub):
     def __init__(self) -> None:
         super().__init__()
         self.waiting: dict[tuple[int, int], list[Any]] = {}
-        self.carried: list[tuple[int, int, str, int]] = []
+        self.count_bytes: list[tuple[int, int, str, int]] = []
         """Turn, worker, "up" or "down", bucket."""
         self.turns = self._seq = 0
 
@@ -297,7 +297,7 @@ class TurnedHub(Hub):
         self.turns += 1
         for *_, operation, end, peer, header, body in gone:
             up = header.kind == Kind.PUSH
-            self.carried.append((self.turns, end.rank if up else peer, "up" if up else "down", header.bucket))
+            self.count_bytes.append((self.turns, end.rank if up else peer, "up" if up else "down", header.bucket))
             end.send(peer, header, body).on_done(
                 lambda sent, operation=operation: operation.fail(sent.error()) if sent.error() else
                 operation.complete(sent.message()))
@@ -346,7 +346,7 @@ def test_results_arrive_while_other_buckets_are_still_uploaded() -> None:
         for worker, local in zip(rig.workers, rounds, strict=True):
             local.complete(worker, [], 20.0)
     for rank in range(WORLD):
-        up, down = ([(turn, bucket) for turn, *of, bucket in hub.carried if of == [rank, way]] for way in ("up", "down"))
+        up, down = ([(turn, bucket) for turn, *of, bucket in hub.count_bytes if of == [rank, way]] for way in ("up", "down"))
         assert [bucket for _, bucket in up] == [bucket for _, bucket in down], "both in the order of the next forward pass"
         assert [bucket for _, bucket in up] == [*reversed(range(BUCKETS))]
         for (sent, _), (came, _) in zip(up[2:], down, strict=False):

@@ -18,14 +18,14 @@ from commlayer.cli.pauses import (
     BUSY_S,
     QUIET_S,
     Machine,
+    MachineUse,
     Pauses,
-    Use,
     limited_power,
-    parts_of,
+    parse_allowed_hours,
     reason_closed,
-    unit_of,
+    systemd_unit,
 )
-from commlayer.errors import InvalidInput, code_of
+from commlayer.errors import InvalidInput, find_error_code
 from commlayer.observe.caps import DAY_MIN, Hours
 
 MINUTES = st.integers(0, DAY_MIN - 1)
@@ -53,15 +53,15 @@ def test_hours_contain_the_minutes_from_begin_to_end(begin: int, end: int, minut
     ("00:00-00:00", 0, ""),
 ])
 def test_a_home_says_when_it_trains_again(text: str, minute: int, wanted: str) -> None:
-    assert reason_closed(parts_of(text), at(minute)) == wanted
+    assert reason_closed(parse_allowed_hours(text), at(minute)) == wanted
 
 
 @pytest.mark.parametrize("text", ["x", "22:00", "22:00-", "-7:00", "24:00-07:00", "22:60-07:00", "22:00-07:00,",
                                   "22:00-07:00-08:00", "22:00:30-07:00", "22:00+01:00-07:00"])
 def test_times_that_are_no_times_are_refused(text: str) -> None:
     with pytest.raises(InvalidInput) as caught:
-        parts_of(text)
-    assert code_of(caught.value) == "E-CLI-OPTION"
+        parse_allowed_hours(text)
+    assert find_error_code(caught.value) == "E-CLI-OPTION"
     assert repr(text) in str(caught.value)
 
 
@@ -74,9 +74,9 @@ def test_times_that_are_no_times_are_refused(text: str) -> None:
     ([(0, "game"), (BUSY_S, "game"), (BUSY_S + 1, ""), (QUIET_S, "film"), (BUSY_S + 1 + QUIET_S, "")], True),
 ])
 def test_use_counts_after_a_while_and_ends_after_a_longer_one(looks: list[tuple[float, str]], wanted: bool) -> None:
-    use = Use()
+    use = MachineUse()
     for now, what in looks:
-        use = use.seen(what, 1000.0 + now)
+        use = use.after_look(what, 1000.0 + now)
     assert use.counts == wanted
 
 
@@ -104,10 +104,10 @@ def test_work_of_others_counts_and_own_work_does_not(
     monkeypatch.setattr(pauses, "busy_s", lambda: all_s[0])
     monkeypatch.setattr(pauses, "own_tree", lambda own: {*own})
     monkeypatch.setattr(pauses, "process_s", lambda pid: mine[pid])
-    monkeypatch.setattr(pauses, "output_of", lambda *_: "")
-    assert machine.others([7]) == "", "nothing is known after the first look"
+    monkeypatch.setattr(pauses, "command_output", lambda *_: "")
+    assert machine.other_use([7]) == "", "nothing is known after the first look"
     clock[0], all_s[0], mine[7] = 110.0, 5000.0 + others_s + own_s, 20.0 + own_s
-    assert bool(machine.others([7])) == wanted
+    assert bool(machine.other_use([7])) == wanted
 
 
 PMON = """# gpu         pid   type     sm    mem    enc    dec    jpg    ofa    command
@@ -122,17 +122,17 @@ PMON = """# gpu         pid   type     sm    mem    enc    dec    jpg    ofa    
     (PMON.format(90, 40), "game uses the GPU"), (PMON.format(90, 3), ""), (PMON.format(90, "-"), ""), ("", ""),
     ("nvidia-smi has failed", "")])
 def test_another_program_on_the_gpu_is_named(monkeypatch: pytest.MonkeyPatch, said: str, wanted: str) -> None:
-    monkeypatch.setattr(pauses, "output_of", lambda *command: said if command[0] == "nvidia-smi" else "")
+    monkeypatch.setattr(pauses, "command_output", lambda *command: said if command[0] == "nvidia-smi" else "")
     monkeypatch.setattr(pauses, "own_tree", lambda own: {*own})
-    assert Machine().others([4242]) == wanted
+    assert Machine().other_use([4242]) == wanted
 
 
 @pytest.mark.parametrize(("said", "wanted"), [
     ("ActiveSession=3\nIdleHint=no\n", True), ("ActiveSession=3\nIdleHint=yes\n", False),
     ("ActiveSession=\nIdleHint=no\n", False), ("", False)])
 def test_somebody_at_the_machine_counts(monkeypatch: pytest.MonkeyPatch, said: str, wanted: bool) -> None:
-    monkeypatch.setattr(pauses, "output_of", lambda *command: said if command[0] == "loginctl" else "")
-    assert bool(Machine().others([])) == wanted
+    monkeypatch.setattr(pauses, "command_output", lambda *command: said if command[0] == "loginctl" else "")
+    assert bool(Machine().other_use([])) == wanted
 
 
 def test_own_children_are_own() -> None:
@@ -147,7 +147,7 @@ def test_own_children_are_own() -> None:
 
 
 def test_a_machine_without_gpus_refuses_a_limit_of_power(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pauses, "output_of", lambda *_: "")
+    monkeypatch.setattr(pauses, "command_output", lambda *_: "")
     with limited_power(0):
         pass
     with pytest.raises(InvalidInput), limited_power(150):
@@ -161,7 +161,7 @@ def test_power_returns_to_its_earlier_limit(monkeypatch: pytest.MonkeyPatch) -> 
         calls.append(command[1:])
         return "250.00\n170.50\n" if "power.default_limit" in command[1] else "done"
 
-    monkeypatch.setattr(pauses, "output_of", said)
+    monkeypatch.setattr(pauses, "command_output", said)
     with pytest.raises(KeyError), limited_power(150):
         raise KeyError
     assert calls[1:] == [("--id=0", "--power-limit=150"), ("--id=1", "--power-limit=150"),
@@ -169,9 +169,9 @@ def test_power_returns_to_its_earlier_limit(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_unit_runs_the_same_command(tmp_path: Path) -> None:
-    unit = unit_of(tmp_path / "my script.py", ["--lr", "1e-3"], "22:00-07:00", pause_if_busy=True, watts=150)
+    unit = systemd_unit(tmp_path / "my script.py", ["--lr", "1e-3"], "22:00-07:00", pause_if_busy=True, watts=150)
     (line,) = [line for line in unit.splitlines() if line.startswith("ExecStart=")]
     assert line == (f"ExecStart={sys.executable} -m commlayer up --when 22:00-07:00 --pause-if-busy --max-gpu-power 150 "
                     f"'{tmp_path}/my script.py' --lr 1e-3")
     with pytest.raises(InvalidInput):
-        unit_of(tmp_path / "s.py", [], "noon", pause_if_busy=False, watts=0)
+        systemd_unit(tmp_path / "s.py", [], "noon", pause_if_busy=False, watts=0)

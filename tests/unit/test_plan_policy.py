@@ -26,7 +26,7 @@ from support.autotuning import (
 )
 
 from commlayer.autotune import plan_policy
-from commlayer.autotune.plan_policy import CLEARLY, PLAIN, SLOWER, STALE, TO_WIN, TRIED, WORTH, to_win
+from commlayer.autotune.plan_policy import CLEARLY, PLAIN, SLOWER, STALE, TO_WIN, TRIED, WORTH, largest_gain
 from commlayer.autotune.planning.candidate import LEAVES, MOST_STEPS
 from commlayer.autotune.reprobe import COST_MOST, EXPECTED_TRIPS, FIRST_S
 from commlayer.autotune.state import TuningRequest
@@ -308,7 +308,7 @@ def test_probe_follows_a_hint_once_faster_links_would_repay_its_cost() -> None:
     rank.observe(seen(1.0, 0.8), SETTLED)
     rank.observe(seen(0.5, 0.3), SETTLED)
     assert rank.links.watch.faster
-    rank.now = PROBE_S / to_win(rank.state) - 1e-6
+    rank.now = PROBE_S / largest_gain(rank.state) - 1e-6
     assert rank.request() == TuningRequest.NOTHING
     rank.now += 2e-6
     assert rank.request() == TuningRequest.PROBE
@@ -318,9 +318,9 @@ def test_probe_follows_a_hint_once_faster_links_would_repay_its_cost() -> None:
 def test_links_can_save_the_wait_and_the_cost_of_compression(waited_s: float, steps: float, win: float) -> None:
     rank = trying(candidate(plan_of(0.5), steps=steps))
     rank.observe(seen(0.5, waited_s), SETTLED - 1)
-    assert to_win(rank.state) is None, "usual times are not known yet"
+    assert largest_gain(rank.state) is None, "usual times are not known yet"
     rank.observe(seen(0.5, waited_s))
-    assert to_win(rank.state) == pytest.approx(win)
+    assert largest_gain(rank.state) == pytest.approx(win)
 
 
 @pytest.mark.parametrize(("down_bps", "searches"), [(1.4e8, False), (1.6e8, True)])

@@ -13,13 +13,13 @@ from support.plans import cluster, toy_job
 
 from commlayer import records
 from commlayer.compressors import parse, wrap
-from commlayer.errors import code_of
+from commlayer.errors import find_error_code
 from commlayer.planner import default_plan, lower, simulate, verify, verify_alone
 from commlayer.planner.buckets import (
     COLLECTIVE_NBYTES,
     ELEMENT_NBYTES,
     FIRST_COLLECTIVE_NBYTES,
-    fragments_of,
+    divide_into_fragments,
 )
 from commlayer.planner.data import tables
 from commlayer.planner.data.tables import profile_from_tables
@@ -34,7 +34,7 @@ JOBS = st.lists(st.tuples(SIZES, st.sampled_from(["float32", "bfloat16"])), max_
     lambda entries: Job(tuple(TensorInfo(f"t{i}", (n,), dtype) for i, (n, dtype) in enumerate(entries))))
 
 
-def job_of(*sizes: int) -> Job:
+def describe_model(*sizes: int) -> Job:
     return Job(tuple(TensorInfo(f"t{i}", (n,)) for i, n in enumerate(sizes)))
 
 
@@ -72,7 +72,7 @@ def test_default_plans_obey_every_rule(job: Job, path: str, servers: int, ranks:
 
 
 def test_small_neighbours_are_fused_and_large_tensors_cut() -> None:
-    plan = plan_of(job_of(60, 30, 20, 2500, 0, 10))
+    plan = plan_of(describe_model(60, 30, 20, 2500, 0, 10))
     assert shapes(plan) == [
         [(3, 0, 833)], [(3, 833, 1666)], [(3, 1666, 2500)], [(5, 0, 10), (2, 0, 20), (1, 0, 30)], [(0, 0, 60)]]
 
@@ -90,7 +90,7 @@ def test_buffers_come_last_and_are_never_compressed_nor_fused_with_gradients() -
 
 def test_collectives_are_large_except_the_first() -> None:
     quarter_mib = (1 << 18) // ELEMENT_NBYTES
-    plan = plan_of(job_of(*[quarter_mib] * 60), path="allreduce")
+    plan = plan_of(describe_model(*[quarter_mib] * 60), path="allreduce")
     assert [b.numel * ELEMENT_NBYTES for b in plan.buckets] == [FIRST_COLLECTIVE_NBYTES, 14 << 20]
     assert len(plan.buckets[1].slices) == 56
     assert (plan.servers, {b.server for b in plan.buckets}) == (0, {0})
@@ -126,7 +126,7 @@ def test_forward_overlap_uses_small_first_buckets(bps: float, part: float) -> No
         together.append(max(b.numel for b in plan.buckets if any(s.tensor == 0 for s in b.slices)))
     assert exposed[1] < part * exposed[0]
     assert together[1] < 0.25 * together[0]
-    large = job_of(*[1 << 22] * 40)
+    large = describe_model(*[1 << 22] * 40)
     one, other = (plan_of(large, fuse_nbytes=1 << 20, cut_nbytes=4 << 20, forward=forward) for forward in (False, True))
     assert one == other, "fused tensors are a small part of a large model"
 
@@ -148,7 +148,7 @@ def test_each_fragment_is_divided_evenly_among_servers(servers: int, fragments: 
     plan = default_plan(gpt(), codec="int4()", path="service", servers=servers, ranks_per_node=1, fuse_nbytes=1 << 20,
                         cut_nbytes=4 << 20, fragments=fragments)
     totals = [0] * servers
-    for places in fragments_of(plan.buckets, fragments):
+    for places in divide_into_fragments(plan.buckets, fragments):
         loads, largest = [0] * servers, max(plan.buckets[place].numel for place in places)
         for place in places:
             loads[plan.buckets[place].server] += plan.buckets[place].numel
@@ -163,7 +163,7 @@ def test_collective_of_a_fragment_holds_at_most_its_part_of_the_model(fragments:
     job = Job((TensorInfo("small", (1000,)), TensorInfo("large", (1000, 1000))))
     plan = default_plan(job, codec="fp16()", path="allreduce", servers=0, ranks_per_node=1, fuse_nbytes=1, cut_nbytes=4,
                         fragments=fragments)
-    turns = [sum(plan.buckets[place].numel for place in places) for places in fragments_of(plan.buckets, fragments)]
+    turns = [sum(plan.buckets[place].numel for place in places) for places in divide_into_fragments(plan.buckets, fragments)]
     assert max(turns) < 1.2 * job.numel / fragments
     assert len(plan.buckets) <= fragments + 1, "no smaller than that either: each collective pays per call"
 
@@ -193,10 +193,10 @@ def test_float64_is_all_reduced_uncompressed_and_other_paths_are_refused() -> No
 ])
 def test_arguments_out_of_range_are_named(fields: dict[str, Any], line: str) -> None:
     with pytest.raises(ValueError, match=line):
-        plan_of(job_of(1), **fields)
+        plan_of(describe_model(1), **fields)
 
 
-JOB = job_of(60, 30, 20, 2500)
+JOB = describe_model(60, 30, 20, 2500)
 GOOD = plan_of(JOB)
 
 
@@ -244,7 +244,7 @@ HUGE = MAX_BUCKET_NBYTES // ELEMENT_NBYTES + 1
 
 
 def test_bucket_larger_than_a_frame_is_named() -> None:
-    job = job_of(HUGE)
+    job = describe_model(HUGE)
     assert verify(plan_of(job, cut_nbytes=1 << 40), job) == [], "it is cut to the size of a frame"
     copy = msgspec.structs.replace(plan_of(job), buckets=(Bucket(0, (Slice(0, 0, HUGE),), "service", "fp16()"),))
     assert verify(copy, job) == [f"bucket 0: {HUGE} elements, allowed on path service: {HUGE - 1}; cut it into several"]
@@ -364,7 +364,7 @@ def test_buffers_are_sent_uncompressed() -> None:
 ])
 def test_stale_sparse_results_are_a_problem_unless_measured(codec: str, down: str, stale: bool, wrong: bool) -> None:
     first = structs.replace(PLAN.buckets[0], codec=codec, down=down, stale=stale, path="service", server=0, by_node=())
-    assert ["E-PLAN-LATE"] * wrong == [code_of(line) for line in lint(structs.replace(
+    assert ["E-PLAN-LATE"] * wrong == [find_error_code(line) for line in lint(structs.replace(
         PLAN, buckets=(first, *PLAN.buckets[1:]))) if "E-PLAN-LATE" in line]
 
 

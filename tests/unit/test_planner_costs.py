@@ -11,8 +11,8 @@ from oracle.fifo import timed
 from support.planner import DENSE, PROFILE, SHARED, SPARSE, codec, flat, home, tall
 
 from commlayer.planner.costs import Prices
-from commlayer.planner.model import Cluster, Line, Node, Profile
-from commlayer.planner.tree import encodes, spell, usable_paths
+from commlayer.planner.model import Cluster, LinearCost, Node, Profile
+from commlayer.planner.tree import encodes, format_path, usable_paths
 
 N = 1_000_000
 DENSE_NBYTES, SPARSE_NBYTES, SHARED_NBYTES = 4 * N + 16, N // 50 + 16, N // 25 + 16
@@ -131,7 +131,7 @@ def test_hierarchical_divisible_path_by_hand() -> None:
 
 
 def test_copies_between_gpu_and_host_and_the_buckets_own_cost() -> None:
-    profile = Profile(PROFILE.codecs, PROFILE.server, bucket_s=1e-4, copy=Line(1e-5, 1e-10))
+    profile = Profile(PROFILE.codecs, PROFILE.server, bucket_s=1e-4, copy=LinearCost(1e-5, 1e-10))
     on_cpu = tasks("service", N, SPARSE, flat(2), profile)
     assert seconds(on_cpu[:1], "cpu:n0") == pytest.approx(1e-4 + 1e-6 + 2e-9 * N + 1e-5 + 4e-10 * N)
     assert on_cpu[-1].lanes[0][1] == pytest.approx(2e-6 + 1e-9 * N + 1e-5 + 4e-10 * N)
@@ -175,7 +175,7 @@ def test_every_path_delivers_the_whole_bucket_to_all_ranks(cluster: Cluster) -> 
     for path in paths[:: 1 + len(paths) // 400]:
         walk = prices.walk(path, SHARED if encodes(path) else DENSE)
         for held in walk.held.values():
-            assert (held.part, held.pieces, held.split) == (pytest.approx(1), 0, {}), spell(path)
+            assert (held.part, held.pieces, held.split) == (pytest.approx(1), 0, {}), format_path(path)
         assert all(line.floor_s >= 0 and line.slope_s >= 0 for task in walk.tasks for _, line in task.lanes)
         assert all(i < place for place, task in enumerate(walk.tasks) for i in task.after)
 

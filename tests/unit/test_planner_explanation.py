@@ -6,8 +6,8 @@ import pytest
 from msgspec import structs
 from support.plans import cluster, toy_job
 
-from commlayer.planner.baselines import Curve, Point, at_rate, break_even, point, what_if
-from commlayer.planner.explanation import bucket_of, diff, explain, tensor_names
+from commlayer.planner.baselines import Curve, Point, break_even, point, what_if, with_link_rate
+from commlayer.planner.explanation import diff, explain, find_bucket, tensor_names
 from commlayer.planner.inputs import checked_inputs
 from commlayer.planner.search.plan_search import plan
 from commlayer.planner.simulation import simulate
@@ -28,11 +28,11 @@ def test_timeline_accounts_for_the_whole_step() -> None:
 
 
 def test_buckets_are_found_by_number_and_by_tensor() -> None:
-    assert bucket_of(PLAN, JOB, "1") == 1
-    number = bucket_of(PLAN, JOB, "layer3.weight")
+    assert find_bucket(PLAN, JOB, "1") == 1
+    number = find_bucket(PLAN, JOB, "layer3.weight")
     assert any(name.startswith("layer3.weight") for name in tensor_names(PLAN.buckets[number], JOB))
     with pytest.raises(ValueError, match="bucket 'layer99'.*E-PLAN-QUESTION"):
-        bucket_of(PLAN, JOB, "layer99")
+        find_bucket(PLAN, JOB, "layer99")
     with pytest.raises(ValueError, match=f"bucket 999: .* {len(PLAN.buckets) - 1}.*E-PLAN-QUESTION"):
         explain(PLAN, 999, JOB, HOMES)
 
@@ -73,7 +73,7 @@ def test_more_bandwidth_helps_and_compression_pays_below_the_break_even() -> Non
     assert curve.break_even_bps is not None
     assert 1e8 < curve.break_even_bps < 1e11
     for factor, pays in ((0.8, True), (1.25, False)):
-        assert (point("", 0, checked_inputs(JOB, at_rate(machines, curve.break_even_bps * factor))).gain > 1.02) is pays
+        assert (point("", 0, checked_inputs(JOB, with_link_rate(machines, curve.break_even_bps * factor))).gain > 1.02) is pays
 
 
 def test_nodes_may_be_added_counted_and_changed() -> None:

@@ -27,29 +27,29 @@ from commlayer import records
 from commlayer.autotune.measure import calibration
 from commlayer.autotune.measure.measurements import nonzero_fractions
 from commlayer.autotune.planning.search import best_plan
-from commlayer.compressors import codec_of, parse
+from commlayer.compressors import make_codec, parse
 from commlayer.compressors.feedback import wrap
-from commlayer.engine.job.plan_checks import promise_of, unsuited
+from commlayer.engine.job.plan_checks import codec_promise, unsuited
 from commlayer.engine.worker.worker import Worker
 from commlayer.planner import default_plan, verify
-from commlayer.planner.buckets import fragments_of
+from commlayer.planner.buckets import divide_into_fragments
 from commlayer.planner.convergence import Recipe, excess
 from commlayer.planner.costs import Prices, overlapped_cluster, plan_excess
 from commlayer.planner.data import tables as machines
 from commlayer.planner.data.tables import learning_rows as shipped_rows
 from commlayer.planner.data.tables import profile_from_tables
 from commlayer.planner.inputs import checked_inputs
-from commlayer.planner.model import DENSE, Cluster, Line, Link, Node, Policy, Profile, Question
+from commlayer.planner.model import DENSE, Cluster, LinearCost, Link, Node, Policy, Profile, Question
 from commlayer.planner.plan_lint import lint
 from commlayer.planner.plan_rules import lower, sync_mode
 from commlayer.planner.search import choices
 from commlayer.planner.search.choices import search, uniform
 from commlayer.planner.search.options import options
 from commlayer.planner.search.plan_search import plan
-from commlayer.planner.simulation import Fragment, Simulation, simulate, step_seconds
+from commlayer.planner.simulation import PlannedFragment, Simulation, simulate, step_seconds
 from commlayer.planner.tensors import keeps_zeros, sent_numel
-from commlayer.planner.tree import Promise, misfits, sums_payloads
-from commlayer.planner.tree import parse as path_of
+from commlayer.planner.tree import Promise, find_misfits, sums_payloads
+from commlayer.planner.tree import parse as tensor_file_path
 from commlayer.records import Bucket, Job, Plan, Slice, TensorInfo, Timing
 
 DENSE_ONLY = Policy(codecs=(DENSE,))
@@ -209,7 +209,7 @@ def test_non_finite_numbers_are_named_in_every_field(value: float) -> None:
     def with_times(**fields: object) -> Job:
         return structs.replace(job, timing=structs.replace(timing, **fields))
 
-    wrong = Line(0.0, value)
+    wrong = LinearCost(0.0, value)
     for name, arguments in {
         "link.up_bps": (job, with_link(up_bps=value), profile, policy),
         "link.down_bps": (job, with_link(down_bps=value), profile, policy),
@@ -247,7 +247,7 @@ FAMILIES = ("topk(ratio=0.1)", "topk(ratio=0.003)", "randomk(ratio=0.1)", "power
 def measured() -> Profile:
     texts = [text for text in (*NAMED.values(), *FAMILIES) if not text.startswith("error_feedback")]
     names = sorted({str(parse(text)) for text in texts})
-    return Profile(calibration.measure_codecs(names, sizes=(64, 1024), repeats=1), Line(0.0, 1e-10), source="measured")
+    return Profile(calibration.measure_codecs(names, sizes=(64, 1024), repeats=1), LinearCost(0.0, 1e-10), source="measured")
 
 
 def drawn_cluster(rng: random.Random) -> Cluster:
@@ -269,7 +269,7 @@ def drawn_profile(rng: random.Random, cluster: Cluster) -> Profile:
     for cost in result.codecs:
         encode, decode = (rng.choice((0.01, 1.0, 100.0)) for _ in range(2))
         codecs.append(structs.replace(cost, task_loss=0.0, **{
-            name: Line(line.floor_s * factor, line.slope_s * factor)
+            name: LinearCost(line.floor_s * factor, line.slope_s * factor)
             for name, line, factor in (("encode", cost.encode, encode), ("decode", cost.decode, decode))}))
     return structs.replace(result, codecs=tuple(codecs))
 
@@ -312,7 +312,7 @@ def test_every_plan_runs(seed: int) -> None:
 
 def test_measured_costs_replace_the_declared_ones() -> None:
     for cost in measured().codecs:
-        assert Promise(cost.sums, cost.alone, cost.answers) == promise_of(wrap(parse(cost.codec)))
+        assert Promise(cost.sums, cost.alone, cost.answers) == codec_promise(wrap(parse(cost.codec)))
 
 
 SUMMED, GATHERED = "encode@cpu all.allreduce decode@cpu", "encode@cpu all.allgather decode@cpu"
@@ -334,10 +334,10 @@ ADDS, LONELY, NEEDS_SERVER = Promise(True, False, False), Promise(False, True, T
 ])
 def test_unsuitable_codecs_of_a_path_are_named(
         path: str, up: Promise, down: Promise | None, by_node: bool, gpus: bool, text: str) -> None:
-    lines = list(misfits(path_of(path), [up], down=down, by_node=by_node, gpus=gpus))
+    lines = list(find_misfits(tensor_file_path(path), [up], down=down, by_node=by_node, gpus=gpus))
     assert len(lines) == bool(text)
     assert text in "".join(lines)
-    assert sums_payloads(path_of(path)) == (path == SUMMED)
+    assert sums_payloads(tensor_file_path(path)) == (path == SUMMED)
 
 
 SMALL = toy_job(numel=125_000, step_s=0.03)
@@ -405,7 +405,7 @@ def test_outer_step_is_bounded_by_compute_bytes_and_fragment_latencies(
     # A group's uplink stands for one node; each fragment's results arrive after its own sums.
     worker_s = min(pushed.values())
     assert timeline.step_s >= (worker_s + 2 * alpha_s * count + (0.0 if overlap else computing_s)) * near
-    fragments = fragments_of(chosen.buckets, count)
+    fragments = divide_into_fragments(chosen.buckets, count)
     edge_s = 0.0
     for places in fragments:  # no fragment's spans reach into another's
         begin = min(s.start_s for s in timeline.spans if s.bucket in places)
@@ -424,7 +424,7 @@ def test_outer_step_is_the_sum_of_fragments_each_bounded_by_exchange_or_compute(
     waited = rounds(SMALL, 8, 1, overlap="")
     fragment_s = 8 // count * step_s(SMALL)
     expected = 0.0
-    for places in fragments_of(chosen.buckets, count):
+    for places in divide_into_fragments(chosen.buckets, count):
         kept = tuple(structs.replace(waited.buckets[b], id=i) for i, b in enumerate(places))
         alone = simulate(structs.replace(waited, buckets=kept), SMALL, overlapped_cluster(machines), profile)
         expected += max(fragment_s, alone.step_s - 8 * step_s(SMALL))
@@ -443,7 +443,7 @@ def test_slow_links_get_fragments_and_fast_links_none() -> None:
     assert slow.fragments > 1
     assert slow.local_steps % slow.fragments == 0
     assert verify(slow, SMALL) == []
-    assert len(fragments_of(slow.buckets, slow.fragments)) == slow.fragments
+    assert len(divide_into_fragments(slow.buckets, slow.fragments)) == slow.fragments
     assert (fast.fragments, fast.overlap) == (1, "")
     full = plan(SMALL, at(11.25e6), fragments_measured(at(11.25e6)), structs.replace(free, fragments=False))
     assert full.fragments == 1
@@ -458,9 +458,10 @@ def test_dominant_tensor_is_cut_into_fragments_of_equal_size() -> None:
     chosen = plan(one, at(1e7), fragments_measured(at(1e7)), free)
     assert chosen.fragments > 1
     assert verify(chosen, one) == []
-    sizes = [sum(chosen.buckets[place].numel for place in places) for places in fragments_of(chosen.buckets, chosen.fragments)]
+    sizes = [sum(chosen.buckets[place].numel for place in places)
+             for places in divide_into_fragments(chosen.buckets, chosen.fragments)]
     assert max(sizes) < 1.1 * sum(sizes) / len(sizes)
-    for places in fragments_of(chosen.buckets, chosen.fragments):
+    for places in divide_into_fragments(chosen.buckets, chosen.fragments):
         loads = [0] * chosen.servers
         for place in places:
             loads[chosen.buckets[place].server] += chosen.buckets[place].numel
@@ -475,7 +476,7 @@ def test_dominant_tensor_is_cut_into_fragments_of_equal_size() -> None:
 def test_fragment_sweep_matches_running_each_choice(seed: int) -> None:
     (_, first, counts), (_, second, more) = random_space(seed, budget=False), random_space(seed + 50, budget=False)
     edge, counts = len(counts), [*counts, *more]
-    parts = [Fragment([*range(edge)], first), Fragment([*range(edge, len(counts))], second)]
+    parts = [PlannedFragment([*range(edge)], first), PlannedFragment([*range(edge, len(counts))], second)]
     simulation, choice = Simulation(parts), [0] * len(counts)
     assert simulation.run(choice) == pytest.approx(sum(Simulation([part]).run(choice) for part in parts))
     options = [*range(counts[0])]
@@ -575,7 +576,7 @@ WORDS = (TensorInfo("words", (256, 64)), TensorInfo("behind", (4096,)))
 def after_a_step(codec: str, gradients: Sequence[torch.Tensor], weight: float = 1.0) -> Worker:
     """A worker that has sent its gradients and has no results yet."""
     plan = default_plan(Job(WORDS), codec=codec, path="service", servers=1, ranks_per_node=1, fuse_nbytes=1, cut_nbytes=1 << 24)
-    worker = Worker(Job(WORDS), plan, {b.id: codec_of(b) for b in plan.buckets}, torch.device("cpu"),
+    worker = Worker(Job(WORDS), plan, {b.id: make_codec(b) for b in plan.buckets}, torch.device("cpu"),
                     transport=Hub().transport(0))
     for each in worker.buckets:
         each.sources = [gradients[s.tensor] for s in each.slices]

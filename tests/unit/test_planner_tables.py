@@ -15,9 +15,9 @@ from commlayer import records
 from commlayer.errors import InvalidInput, RecordError
 from commlayer.planner import data
 from commlayer.planner.data import tables as machines
-from commlayer.planner.data.models import built_in, builtin, layers, preset_of, published_job
-from commlayer.planner.data.tables import at_job_speed, gpu, link, links, node, profile_from_tables
-from commlayer.planner.inputs import cluster_from_line, cluster_of, link_of, nodes_of, profile_of, rate_of
+from commlayer.planner.data.models import built_in, builtin, find_preset, layers, published_job
+from commlayer.planner.data.tables import gpu, link, links, node, profile_from_tables, with_job_speeds
+from commlayer.planner.inputs import cluster_from_line, parse_cluster, parse_link, parse_nodes, parse_profile, parse_rate
 from commlayer.planner.model import Cluster, Link
 from commlayer.records import Job, Work
 
@@ -81,7 +81,7 @@ def test_presets_are_near_published_rates_in_mixed_precision(name: str, device: 
 
 @pytest.mark.parametrize("name", [name for name, model in built_in().items() if model.preset])
 def test_presets_derive_bf16_times_from_operations_and_activations_from_batches(name: str) -> None:
-    one, two, preset = builtin(name, 1).timing, builtin(name, 2).timing, preset_of(name)
+    one, two, preset = builtin(name, 1).timing, builtin(name, 2).timing, find_preset(name)
     assert preset is not None
     assert one is not None
     assert two is not None
@@ -96,20 +96,20 @@ def test_presets_derive_bf16_times_from_operations_and_activations_from_batches(
 
 
 def test_preset_speed_matches_its_precision() -> None:
-    nodes = nodes_of("rtx3060@1Gb,h100@1Gb,gtx1070@1Gb")
+    nodes = parse_nodes("rtx3060@1Gb,h100@1Gb,gtx1070@1Gb")
     own = structs.replace(nodes[0], speed=0.5)
-    slow, fast, plain, kept = at_job_speed([*nodes, own], structs.replace(builtin("gpt2").timed, work=None))
+    slow, fast, plain, kept = with_job_speeds([*nodes, own], structs.replace(builtin("gpt2").timed, work=None))
     assert slow.speed == pytest.approx(25.4 / 125)
     assert fast.speed / slow.speed == pytest.approx(989 / 25.4)
     assert plain.speed == pytest.approx(6.5 / 125), "without units for halves it computes in FP32"
     assert kept.speed == 0.5, "values in a cluster file are kept"
-    assert at_job_speed(nodes, builtin("lstm").timing) == nodes
+    assert with_job_speeds(nodes, builtin("lstm").timing) == nodes
 
 
 def test_step_time_is_set_by_the_limiting_resource() -> None:
     def speeds(*work: float) -> list[float]:
-        nodes = nodes_of("rtx3060@1Gb,l40s@1Gb")
-        return [node.speed for node in at_job_speed(nodes, structs.replace(builtin("gpt2").timed, work=Work(*work)))]
+        nodes = parse_nodes("rtx3060@1Gb,l40s@1Gb")
+        return [node.speed for node in with_job_speeds(nodes, structs.replace(builtin("gpt2").timed, work=Work(*work)))]
 
     products, memory = [25.4 / 125, 362 / 125], [360 / 900, 864 / 900]
     assert speeds(1.0, 0.01, 0.0) == pytest.approx(products)
@@ -148,12 +148,12 @@ NODE = '[[node]]\nname = "x"\ndevice = "rtx3060"\n'
 
 def test_cluster_file_round_trips() -> None:
     result = cluster(3, "home-100/20", reachable=False)
-    assert cluster_of(records.encode(result).decode(), "cluster", toml=False) == result
+    assert parse_cluster(records.encode(result).decode(), "cluster", toml=False) == result
 
 
 def test_profile_file_round_trips() -> None:
     profile = machines.profile_from_tables(cluster(2, "1g"))
-    assert profile_of(records.encode(profile).decode(), "profile", toml=False) == profile
+    assert parse_profile(records.encode(profile).decode(), "profile", toml=False) == profile
 
 
 @pytest.mark.parametrize(
@@ -176,19 +176,19 @@ def test_profile_file_round_trips() -> None:
 )
 def test_invalid_cluster_is_one_line(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message) as caught:
-        cluster_of(text, "c", toml=True)
+        parse_cluster(text, "c", toml=True)
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(("text", "up", "down"), [("100/20Mb", 20e6, 100e6), ("1Gb", 1e9, 1e9), ("2.5Gb", 2.5e9, 2.5e9),
                                                    ("10g", 10e9, 10e9), ("home-50/5", 5e6, 50e6)])
 def test_link_shorthand(text: str, up: float, down: float) -> None:
-    (node,) = nodes_of(f"cpu@{text}")
+    (node,) = parse_nodes(f"cpu@{text}")
     assert (node.link.up_bps, node.link.down_bps) == (up, down)
 
 
 def test_nodes_on_one_line() -> None:
-    result = nodes_of("2x8*v100@25g, cpu@100Mb")
+    result = parse_nodes("2x8*v100@25g, cpu@100Mb")
     assert [(n.name, n.ranks, n.device) for n in result] == [("v100-0", 8, "v100"), ("v100-1", 8, "v100"), ("cpu-2", 1, "cpu")]
     assert cluster_from_line("2xv100@25g").reachable
     assert not cluster_from_line("v100@25g,v100@1Gb").reachable
@@ -206,7 +206,7 @@ HOME, LINE = Link(20e6, 100e6, 10e-3), Link(20e6, 20e6, 4e-3)
     ("l40s@1Gb/50Mb", 1, 1, "l40s", Link(50e6, 1e9, 10e-3)), ("4090@10g", 1, 1, "rtx4090", Link(1e10, 1e10, 25e-6)),
 ])
 def test_machine_lines_are_parsed_in_every_spelling(text: str, count: int, ranks: int, device: str, net: Link) -> None:
-    nodes = nodes_of(text)
+    nodes = parse_nodes(text)
     assert [node.name for node in nodes] == [f"{device}-{i}" for i in range(count)]
     assert {(node.ranks, node.device, node.link) for node in nodes} == {(ranks, device, net)}
 
@@ -222,7 +222,7 @@ def test_machine_lines_are_parsed_in_every_spelling(text: str, count: int, ranks
 ])
 def test_malformed_machine_line_names_the_right_form(text: str, code: str, values: list[str]) -> None:
     with pytest.raises(InvalidInput) as caught:
-        nodes_of(text, what="homes")
+        parse_nodes(text, what="homes")
     assert caught.value.code == code
     assert [value for value in values if value not in str(caught.value)] == []
 
@@ -233,7 +233,7 @@ PIECES = st.sampled_from([*"0123456789x*@/,. -MmGgkKbB\u212a\u0663\u00b2", "rtx3
 @given(st.one_of(st.text(max_size=40), st.lists(PIECES, max_size=12).map("".join)))
 def test_any_line_is_parsed_or_refused_in_one_line(text: str) -> None:
     answers = []
-    for read in (cluster_from_line, rate_of, lambda line: link_of(line, "server")):
+    for read in (cluster_from_line, parse_rate, lambda line: parse_link(line, "server")):
         try:
             read(text)
         except InvalidInput as error:
@@ -244,7 +244,7 @@ def test_any_line_is_parsed_or_refused_in_one_line(text: str) -> None:
 @pytest.mark.parametrize("text", ["", "20", "100/20Mb", "-1Mb"])
 def test_invalid_rates_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match=f"rate: got '{text}'.*E-PLAN-INPUT"):
-        rate_of(text)
+        parse_rate(text)
 
 
 @pytest.mark.parametrize(("text", "problem"), [

@@ -19,10 +19,10 @@ from commlayer.planner.tree import (
     Op,
     Path,
     encodes,
+    format_path,
     parse,
     path_problems,
     paths_of_kind,
-    spell,
     sums_payloads,
     usable_paths,
     uses_server,
@@ -62,19 +62,19 @@ def test_paths_beyond_espresso() -> None:
 
 def test_spelling_is_one_to_one() -> None:
     every = paths_of_kind("flat") + paths_of_kind("two-level") + paths_of_kind("service") + paths_of_kind("sum")
-    assert len({spell(path) for path in every}) == len(every)
-    assert all(parse(spell(path)) == path for path in every)
+    assert len({format_path(path) for path in every}) == len(every)
+    assert all(parse(format_path(path)) == path for path in every)
 
 
 def test_spelling_marks_server_paths() -> None:
     every = paths_of_kind("flat") + paths_of_kind("two-level") + paths_of_kind("service") + paths_of_kind("sum")
-    assert {over_server(spell(path)) for path in every} == {True, False}
-    assert all(over_server(spell(path)) == uses_server(path) for path in every)
+    assert {over_server(format_path(path)) for path in every} == {True, False}
+    assert all(over_server(format_path(path)) == uses_server(path) for path in every)
     assert [over_server(name) == uses_server(parse(name)) for name in ("allreduce", "service")] == [True, True]
 
 
 def texts(paths: tuple[Path, ...]) -> set[str]:
-    return {spell(path) for path in paths}
+    return {format_path(path) for path in paths}
 
 
 def test_internet_sites_have_only_server_paths() -> None:
@@ -113,7 +113,7 @@ def test_uneven_nodes_sum_onto_one_rank_before_collectives_between_them() -> Non
 
 @pytest.mark.parametrize("name", ["flat", "two-level", "service", "sum"])
 def test_tree_obeys_every_rule(name: Kind) -> None:
-    assert [spell(path) for path in paths_of_kind(name) if path_problems(path)] == []
+    assert [format_path(path) for path in paths_of_kind(name) if path_problems(path)] == []
 
 
 @pytest.mark.parametrize(("text", "rule"), [
@@ -137,7 +137,7 @@ def test_paths_outside_the_tree_are_refused() -> None:
         for place in range(len(path)):
             for changed in (path[:place] + path[place + 1 :], path[: place + 1] + path[place:],
                             path[:place] + (ops[(place * 5 + len(path)) % len(ops)],) + path[place + 1 :]):
-                assert (changed in every) == (not path_problems(changed)), spell(changed)
+                assert (changed in every) == (not path_problems(changed)), format_path(changed)
 
 
 @pytest.mark.parametrize(("text", "cluster", "rule"), [
@@ -165,14 +165,14 @@ def plan(path: str, ranks_per_node: int, codec: str = "topk(ratio=0.01)") -> Pla
 
 @pytest.mark.parametrize("path", [p for p in paths_of_kind("service", ("cpu",)) if p[0].where != "node"])
 def test_servers_of_single_ranks(path: tuple[object, ...]) -> None:
-    lowered = lower(plan(spell(path), 1))  # type: ignore[arg-type]
+    lowered = lower(plan(format_path(path), 1))  # type: ignore[arg-type]
     assert {b.path for b in lowered.buckets} == {"service"}
-    forwarded = "net.forward" in spell(path)  # type: ignore[arg-type]
+    forwarded = "net.forward" in format_path(path)  # type: ignore[arg-type]
     assert {b.down for b in lowered.buckets} == ({"topk(ratio=1.0, values='int8')"} if forwarded else {""})
     assert verify(lowered, JOB) == []
 
 
-@pytest.mark.parametrize("path", [spell(p) for p in paths_of_kind("service", ("gpu",)) if p[0].where == "node"])
+@pytest.mark.parametrize("path", [format_path(p) for p in paths_of_kind("service", ("gpu",)) if p[0].where == "node"])
 def test_servers_of_several_ranks(path: str) -> None:
     before = plan(path, 3)
     lowered = lower(before)

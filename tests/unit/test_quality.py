@@ -62,7 +62,7 @@ def decided(
     if change is not None:
         plan = PlanLevels(change.after, state.plan.base_level, compared=True, finer=change.after > state.plan.base_level,
                           cosine=state.plan.cosine, residual=state.plan.residual)
-        state = policy.entered(state, plan, 5, by_guard=True)[0]
+        state = policy.adapt_to_plan(state, plan, 5, by_guard=True)[0]
     return state, change
 
 
@@ -82,9 +82,9 @@ def levels(state: QualityState, *seen: Dots) -> list[float]:
 def test_plan_is_compared_after_it_has_settled(plan: PlanLevels, first: int) -> None:
     for since in (0, 7):
         state = begun(plan, since=since)
-        assert [policy.due(state, now) for now in (since + first - 1, since + first)] == [False, True]
+        assert [policy.is_comparison_due(state, now) for now in (since + first - 1, since + first)] == [False, True]
     exact = begun(PlanLevels(1.0, 1.0, compared=False))
-    assert not any(policy.due(exact, now) for now in range(100))
+    assert not any(policy.is_comparison_due(exact, now) for now in range(100))
 
 
 @pytest.mark.parametrize(("rows", "step_s", "steps"), [
@@ -130,7 +130,7 @@ def test_comparisons_never_cost_more_than_allowed(prices: list[tuple[float, floa
     (GOOD, LossRise(0.06, 0.01), ""), (GOOD, LossRise(0.0601, 0.01), "loss"), (GOOD, LossRise(0.051), "loss"),
 ])
 def test_error_equal_to_the_bound_is_allowed(seen: Dots, loss: LossRise, complaint: str) -> None:
-    result = policy.complaint_of(begun(), seen.fidelity(), loss)[1]
+    result = policy.find_complaint(begun(), seen.fidelity(), loss)[1]
     assert (result.kind if result else "") == complaint
     _, change = decided(begun(), row(seen, GOOD, loss), row(GOOD, seen, loss))
     assert (change is not None) is bool(complaint), "a complaint of any rank counts"
@@ -172,7 +172,7 @@ def test_user_plans_are_only_reported_once_per_complaint() -> None:
     for rows, kind in ((row(BAD), "cosine"), (row(BAD), ""), (row(loss=LossRise(0.2), summed=Dots(9.0, 9.0, 9.0)), "loss")):
         state, change, complaint = policy.decide(structs.replace(state, summed=Dots()), [rows], 0.1, acts=False)
         assert (change, complaint.kind if complaint else "") == (None, kind)
-    state, _ = policy.entered(state, SPARSE, 5)
+    state, _ = policy.adapt_to_plan(state, SPARSE, 5)
     assert policy.decide(state, [row(BAD)], 0.1, acts=False)[2] is not None, "for each plan"
 
 
@@ -204,7 +204,7 @@ def test_codecs_become_coarser_after_a_quiet_period_longer_after_a_failure() -> 
 ])
 def test_new_plan_is_refined_if_its_level_failed_before(level: float, acts: bool, lifted: bool) -> None:
     state, _ = decided(begun(), row(BAD))
-    state, change = policy.entered(state, PlanLevels(level, level, compared=True), 9, acts=acts)
+    state, change = policy.adapt_to_plan(state, PlanLevels(level, level, compared=True), 9, acts=acts)
     assert (change is not None and change.after == 0.02) is lifted
     assert (state.since, state.samples, state.summed, state.level) == (9, 0, Dots(), level)
 
@@ -228,7 +228,7 @@ def test_rising_loss_is_detected_and_noise_is_not() -> None:
     trend = LossTrend()
 
     def exceeds(budget: float) -> bool:
-        return trend.seen().rise > budget + trend.seen().noise
+        return trend.measure_rise().rise > budget + trend.measure_rise().noise
 
     for step in range(600):
         trend = trend.add(2.0 * math.exp(-step / 300) + 0.3 + 0.1 * rng.gauss(0, 1))
@@ -262,7 +262,7 @@ def test_fidelity_orders_codecs_by_precision() -> None:
         assert more.residual_ratio < less.residual_ratio
 
     def complains(fidelity: Fidelity, budget: float = 0.05) -> bool:
-        return policy.complaint_of(begun(bounds=Bounds(budget=budget)), fidelity, LossRise())[1] is not None
+        return policy.find_complaint(begun(bounds=Bounds(budget=budget)), fidelity, LossRise())[1] is not None
 
     assert [complains(seen[0]), complains(seen[3]), complains(seen[0], 0.005)] == [False, True, True]
 

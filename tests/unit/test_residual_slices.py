@@ -25,7 +25,7 @@ from support.residuals import by_tensor, slices_of
 
 from commlayer.compressors.residual_slices import Residuals, ResidualSlice, merge_residuals, residual_on, split_by_tensor
 from commlayer.engine.checkpoints import checkpoint
-from commlayer.engine.checkpoints.checkpoint_files import Mark, own_files, reader_of
+from commlayer.engine.checkpoints.checkpoint_files import CheckpointHeader, assign_file_reader, own_files
 from commlayer.engine.worker.plan_handover import inherit_residuals
 from commlayer.planner import default_plan
 from commlayer.records import Slice
@@ -104,9 +104,9 @@ def test_units_of_residuals_are_kept_or_converted(modes: list[bool], seed: int) 
 def test_each_file_has_one_reader_who_has_it(saved: int, world: int, servers: int, data: st.DataObject) -> None:
     for name in [name for r in range(saved) for name in own_files(r, saved, servers)]:
         holders = data.draw(st.lists(st.integers(0, world - 1), min_size=1, unique=True).map(sorted))
-        assert reader_of(name, holders, world) in holders
+        assert assign_file_reader(name, holders, world) in holders
         if saved == world and len(holders) == world:
-            assert name in own_files(reader_of(name, holders, world), world, servers)
+            assert name in own_files(assign_file_reader(name, holders, world), world, servers)
 
 
 WORLD, STEPS = 3, 4
@@ -182,12 +182,12 @@ def test_law_holds_across_a_checkpoint_for_other_workers(codec: str, late: bool,
             worker.units.rate = rate
         put, applied = train(before, 0, weights)
         files = saved(before)
-    mark = Mark("x", STEPS, STEPS, WORLD, 2, "", rate, members=WORLD)
+    mark = CheckpointHeader("x", STEPS, STEPS, WORLD, 2, "", rate, members=WORLD)
     with rig(world, again, 2500, late=late) as after:
         plan = before.plan
         for rank, worker in enumerate(after.workers):
             own = [checkpoint.residuals_in(tensors, plan, mark, late=name == "rank-0")
-                   for name, tensors in files.items() if reader_of(name, range(world), world) == rank]
+                   for name, tensors in files.items() if assign_file_reader(name, range(world), world) == rank]
             worker.units.members = WORLD
             inherit_residuals(worker, merge_residuals(own), lambda _: 0.0)
         more, further = train(after, STEPS, weights)

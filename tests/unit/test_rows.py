@@ -22,7 +22,7 @@ from commlayer.cluster.servers.summation_server import SumServer
 from commlayer.engine.epochs.replica import GivenState
 from commlayer.engine.start.result_follower import ResultFollower
 from commlayer.engine.step.update_norms import LENGTHS
-from commlayer.errors import CommError, CorruptFrame, DeadlineExceeded, code_of
+from commlayer.errors import CommError, CorruptFrame, DeadlineExceeded, find_error_code
 from commlayer.records import Job, Plan
 from commlayer.transport.protocol import SERVER_BASE, Header, Kind, Message
 
@@ -97,7 +97,7 @@ def test_other_calls_of_a_rank_are_named(hub: Site) -> None:
     for rank, each in enumerate(rows):
         with pytest.raises(CommError) as error:
             each.section("join" if rank == 1 else "digests").read()
-        assert code_of(str(error.value)) == "E-CALLS-DIFFER"
+        assert find_error_code(str(error.value)) == "E-CALLS-DIFFER"
         assert all(name in str(error.value) for name in ("exchange of join", "exchange of digests"))
 
 
@@ -221,7 +221,7 @@ def test_follower_does_not_need_rows_before_the_snapshot(hub: Site, row: int, co
     if code:
         with pytest.raises(CommError) as caught:
             follower.check()
-        assert code_of(str(caught.value)) == code
+        assert find_error_code(str(caught.value)) == code
     else:
         follower.check()
         deadline = time.monotonic() + 20.0

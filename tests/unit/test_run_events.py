@@ -34,7 +34,7 @@ class Rank:
         self.at, self.number = self.at + seconds, self.number + 1
         self.counters.exposed_s += exposed_s
         self.counters.exchange_s += exchange_s
-        self.counters.carried(sent_nbytes, sent_nbytes)
+        self.counters.count_bytes(sent_nbytes, sent_nbytes)
         self.stream.step(self.number, self.at, self.counters, self.units)
 
     def events(self, kind: type[Event] = StepEvent) -> list[Any]:

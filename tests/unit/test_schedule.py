@@ -6,26 +6,28 @@ import itertools
 
 import pytest
 
-from commlayer.engine.epochs.schedule import LEAD, MOST_AT_ONCE, Joining, Proposal, decide, propose
+from commlayer.engine.epochs.schedule import LEAD, MOST_AT_ONCE, EpochProposal, Joining, decide, propose
 
-STEP, NONE = 10, Proposal(0, 0, 0)
+STEP, NONE = 10, EpochProposal(0, 0, 0)
 
 
 @pytest.mark.parametrize(("joined", "proposals", "members"), [
     (0, [], []), (0, [NONE, NONE], []),
-    (0, [Proposal(1, 5, 2)], [5]),
-    (0, [NONE, Proposal(1, 5, 2), NONE], [5]),  # some members know of it later
-    (0, [Proposal(1, 6, 3), Proposal(1, 5, 2)], [5]),  # the other one is proposed again
-    (0, [Proposal(1, 5, 3), Proposal(2, 6, 3)], [5, 6]), (0, [Proposal(1, 5, 2), Proposal(1, 5, 3), Proposal(2, 6, 3)], [5, 6]),
-    (0, [Proposal(1, 6, 2), Proposal(1, 5, 3), Proposal(2, 6, 3)], [5, 6]),  # some members know of one of them
-    (0, [Proposal(1, 5, 2), Proposal(1, 6, 3), Proposal(2, 5, 3)], [5]),  # none joins twice
-    (1, [Proposal(1, 5, 2)], []),  # it has joined
-    (1, [Proposal(3, 7, 4), Proposal(2, 6, 3)], [6, 7]), (0, [Proposal(2, 6, 3)], []),
-    (0, [Proposal(1, 5, 3, 2)], [5, 6]), (2, [Proposal(3, 5, 3, 2), Proposal(5, 9, 3), Proposal(6, 7, 3, 2)], [5, 6, 9, 7, 8]),
-    (0, [Proposal(1, 7, 5, 2), Proposal(1, 5, 3, 2), Proposal(3, 7, 5, 2)], [5, 6, 7, 8]),
-    (0, [Proposal(1, 7, 5, 2), Proposal(2, 5, 3)], [7, 8]),  # a number inside a site
+    (0, [EpochProposal(1, 5, 2)], [5]),
+    (0, [NONE, EpochProposal(1, 5, 2), NONE], [5]),  # some members know of it later
+    (0, [EpochProposal(1, 6, 3), EpochProposal(1, 5, 2)], [5]),  # the other one is proposed again
+    (0, [EpochProposal(1, 5, 3), EpochProposal(2, 6, 3)], [5, 6]),
+    (0, [EpochProposal(1, 5, 2), EpochProposal(1, 5, 3), EpochProposal(2, 6, 3)], [5, 6]),
+    (0, [EpochProposal(1, 6, 2), EpochProposal(1, 5, 3), EpochProposal(2, 6, 3)], [5, 6]),  # some members know of one of them
+    (0, [EpochProposal(1, 5, 2), EpochProposal(1, 6, 3), EpochProposal(2, 5, 3)], [5]),  # none joins twice
+    (1, [EpochProposal(1, 5, 2)], []),  # it has joined
+    (1, [EpochProposal(3, 7, 4), EpochProposal(2, 6, 3)], [6, 7]), (0, [EpochProposal(2, 6, 3)], []),
+    (0, [EpochProposal(1, 5, 3, 2)], [5, 6]),
+    (2, [EpochProposal(3, 5, 3, 2), EpochProposal(5, 9, 3), EpochProposal(6, 7, 3, 2)], [5, 6, 9, 7, 8]),
+    (0, [EpochProposal(1, 7, 5, 2), EpochProposal(1, 5, 3, 2), EpochProposal(3, 7, 5, 2)], [5, 6, 7, 8]),
+    (0, [EpochProposal(1, 7, 5, 2), EpochProposal(2, 5, 3)], [7, 8]),  # a number inside a site
 ])
-def test_rows_of_a_step_decide_in_any_order(joined: int, proposals: list[Proposal], members: list[int]) -> None:
+def test_rows_of_a_step_decide_in_any_order(joined: int, proposals: list[EpochProposal], members: list[int]) -> None:
     for order in itertools.permutations(proposals):
         decided = decide(joined, STEP, order)
         assert [one.member for one in decided] == members
@@ -33,11 +35,11 @@ def test_rows_of_a_step_decide_in_any_order(joined: int, proposals: list[Proposa
 
 
 def test_worker_begins_when_all_members_can_have_reported_it() -> None:
-    assert decide(0, STEP + LEAD, [Proposal(1, 5, 2)]) == [Joining(1, 5, 2, STEP + LEAD, 5)]
+    assert decide(0, STEP + LEAD, [EpochProposal(1, 5, 2)]) == [Joining(1, 5, 2, STEP + LEAD, 5)]
 
 
 def test_workers_of_a_site_begin_together() -> None:
-    assert decide(0, STEP, [Proposal(1, 5, 2, 2)]) == [Joining(1, 5, 2, STEP, 5, 2), Joining(2, 6, 2, STEP, 5, 2)]
+    assert decide(0, STEP, [EpochProposal(1, 5, 2, 2)]) == [Joining(1, 5, 2, STEP, 5, 2), Joining(2, 6, 2, STEP, 5, 2)]
 
 
 @pytest.mark.parametrize(("new", "members"), [

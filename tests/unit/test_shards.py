@@ -28,7 +28,7 @@ def test_each_bucket_has_elements_of_one_rank(ranks: int, path: str) -> None:
     cut = shards.cut(plan(path=path), JOB)
     assert verify(cut, JOB) == []
     assert shards.cut(cut, JOB) == cut
-    held = [Shards(ranks, local, SHARDED).held(bucket, JOB) for bucket in cut.buckets for local in range(ranks)]
+    held = [Shards(ranks, local, SHARDED).own_bucket(bucket, JOB) for bucket in cut.buckets for local in range(ranks)]
     sharded = [bucket for bucket in held if bucket is not None and bucket.slices[0].tensor in SHARDED]
     assert sum(bucket.numel for bucket in sharded) == sum(JOB.tensors[tensor].numel for tensor in SHARDED)
     assert all(0 <= s.start < s.stop for bucket in sharded for s in bucket.slices)

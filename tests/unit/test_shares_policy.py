@@ -151,6 +151,6 @@ def test_ranks_that_read_equal_rows_decide_alike(steps: list[list[tuple[float, .
                 assert sum(decision.shares) == BATCH
                 assert min(decision.shares) >= 1
                 assert decision.from_step > step
-            states[rank], parts = policy.step_begins(after, step + 1)
+            states[rank], parts = policy.apply_due_decisions(after, step + 1)
             done[rank].append([repr(decisions), repr(events), parts])
     assert done[0] == done[1]

@@ -20,7 +20,7 @@ from commlayer.cluster.servers.bucket_sum import MOST_FOLLOWED, Reply
 from commlayer.cluster.servers.server_codecs import CodecOps
 from commlayer.cluster.servers.summation import Summation
 from commlayer.cluster.servers.summation_server import Stalled
-from commlayer.compressors import codec_of
+from commlayer.compressors import make_codec
 from commlayer.errors import CorruptFrame, InvalidInput, PeerLost, RecordError
 from commlayer.records import Bucket, Slice
 from commlayer.transport.protocol import SERVER_BASE, Flag, Kind, Message, key
@@ -41,7 +41,7 @@ def test_member_that_has_reconnected_gets_its_result_or_is_asked_for_its_contrib
     core, ops = service()
 
     def again(member: int, step: int = 0) -> list[tuple[int, int, int]]:
-        return [(r.peer, r.header.kind, r.header.step) for r in core.again(ask(Kind.AGAIN, member, step))]
+        return [(r.peer, r.header.kind, r.header.step) for r in core.answer_reconnected(ask(Kind.AGAIN, member, step))]
 
     assert again(0) == [(0, Kind.AGAIN, 0)]
     for member in (0, 1):
@@ -51,12 +51,12 @@ def test_member_that_has_reconnected_gets_its_result_or_is_asked_for_its_contrib
     core.push(push(2, VALUES[2]), 0.0)
     assert again(0) == [(0, Kind.RESULT, 0)]
     assert again(0, 1) == [(0, Kind.AGAIN, 1)]
-    assert core.again(ask(Kind.AGAIN, 0, 0, generation=0)) == []
+    assert core.answer_reconnected(ask(Kind.AGAIN, 0, 0, generation=0)) == []
     core.remove([2])
     assert again(2) == []
     assert ops.added == VALUES
     with pytest.raises(CorruptFrame):
-        core.again(ask(Kind.AGAIN, 0, 0, generation=2))
+        core.answer_reconnected(ask(Kind.AGAIN, 0, 0, generation=2))
 
 
 def test_worker_that_follows_receives_results_and_no_sum_waits_for_it() -> None:
@@ -128,7 +128,7 @@ def test_worker_that_follows_hears_of_results_that_a_restarted_server_has_lost(l
 @pytest.mark.parametrize("liar", range(3))
 def test_weights_are_known_to_the_server_and_a_wrong_claim_is_named(means: bool, words: str, liar: int) -> None:
     class Buffers(Doubles):
-        def weigh(self, payload: memoryview, weight: float, first: bool) -> None:
+        def add_weighted(self, payload: memoryview, weight: float, first: bool) -> None:
             self.add(0, payload, [0.0], first)
 
     ops = Buffers()
@@ -165,7 +165,7 @@ def test_late_duplicate_gets_the_kept_result_and_old_steps_leave_the_window() ->
 def test_uncompressed_result_outlasts_the_beginning_of_a_later_sum() -> None:
     """Such a sum is built where its payload will be."""
     bucket = Bucket(5, (Slice(0, 0, 8),), "service", "identity()")
-    ops, codec = CodecOps(codec_of(bucket), bucket, "job"), codec_of(bucket)
+    ops, codec = CodecOps(make_codec(bucket), bucket, "job"), make_codec(bucket)
     core = Summation(0, 1, {5: ops}, {5: (0, 1)})
 
     def contribute(member: int, step: int) -> list[Reply]:
@@ -393,10 +393,10 @@ def test_breach_that_a_removal_uncovers_is_named() -> None:
 class Kept(Doubles):
     """With a state that can be journaled."""
 
-    def remember(self) -> bytes:
+    def journal_state(self) -> bytes:
         return self.snapshot()
 
-    def recall(self, data: bytes, sent: memoryview) -> None:
+    def restore_from_journal(self, data: bytes, sent: memoryview) -> None:
         self.restore(data)
 
 
@@ -406,13 +406,13 @@ def test_restarted_server_waits_for_a_worker_that_has_joined(rounds: int) -> Non
     core, _ = service(ops=Kept(rounds))
     entries: dict[int, tuple[bytes, bytes]] = {}
     core.add(1, JOINS)
-    core.remember(lambda bucket, words, state: entries.update({bucket: (words, state)}))
+    core.journal_state(lambda bucket, words, state: entries.update({bucket: (words, state)}))
     assert contributed(core, 0, 1, 2, JOINS, joined=1) == [0, 1, 2, JOINS]
     again, _ = service(ops=Kept(rounds))
     with pytest.raises(RecordError, match="E-JOURNAL"):  # it does not know the member that has joined
-        again.recall(5, *entries[5])
+        again.restore_from_journal(5, *entries[5])
     again.add(1, JOINS)
-    again.recall(5, *entries[5])
+    again.restore_from_journal(5, *entries[5])
     step, r = (0, 1) if rounds == 2 else (1, 0)
     assert contributed(again, 0, 1, 2, step=step, r=r, joined=1) == []
     assert contributed(again, JOINS, step=step, r=r, joined=1) == [0, 1, 2, JOINS]
@@ -597,14 +597,14 @@ class Noted(Doubles):
 def test_rollback_without_effect_is_not_journaled() -> None:
     """Otherwise each 68-byte request would write a bucket's state to disk."""
     bucket = Bucket(5, (Slice(0, 0, 8), Slice(1, 0, 8)), "service", "error_feedback(int8())")
-    ops = CodecOps(codec_of(bucket), bucket, "job")
+    ops = CodecOps(make_codec(bucket), bucket, "job")
     core, kept = Summation(0, 1, {5: ops}, {5: (0,)}), list[int]()
     out = memoryview(bytearray(ops.bound))
-    codec = codec_of(bucket)
+    codec = make_codec(bucket)
     nbytes = codec.start(np.ones(16, np.float32), codec.init(bucket.spec), out)
     header = push(0, 0.0, weight=1.0, total=1.0, codec=ops.codec).header
     assert len(core.push(Message(0, header, out[:nbytes]), 0.0)) == 1
-    core.remember(lambda number, *_: kept.append(number))
+    core.journal_state(lambda number, *_: kept.append(number))
     kept.clear()
     for undone, times in ((0b01, 1), (0b01, 1), (0, 1), (0b11, 2)):
         core.undo(ask(Kind.UNDO, 0, 0, b"", undone=undone))

@@ -13,13 +13,13 @@ import pytest
 from rich.console import Console
 from support.event_stream import START, stream
 
-from commlayer.cli.watch.top_screen import line_of, screen, summary, worker_lines
+from commlayer.cli.watch.top_screen import event_line, screen, summary, worker_lines
 from commlayer.errors import InvalidInput
 from commlayer.integrations.tracking import log_to, scalars
 from commlayer.observe import events
 from commlayer.observe.job.job_view import JobView
 from commlayer.observe.pages.metrics import exposition
-from commlayer.observe.pages.page import state_of
+from commlayer.observe.pages.page import page_state
 
 
 def view_at(seconds: float, world: int = 3) -> JobView:
@@ -61,7 +61,7 @@ def test_job_slower_than_a_single_machine_is_marked(
     view.apply(events.AloneEvent(time=START + 10, rank=0, over_alone=over_alone, forecast=forecast, auto_times=auto_times))
     lines = [each for each in shown(view, 10) if "than one machine alone" in each]
     assert lines == ([line] if line else [])
-    assert [each for each in state_of(view, START + 10)["waits"] if "alone" in each] == lines
+    assert [each for each in page_state(view, START + 10)["waits"] if "alone" in each] == lines
     assert any(f"speed against one machine alone: {over_alone:.3g} x" in each for each in shown(view, 10)) == (over_alone > 0)
 
 
@@ -77,7 +77,7 @@ def test_plain_lines_when_output_is_a_pipe() -> None:
     view, lines = JobView(), list[str]()
     for event in stream():
         view.apply(event)
-        lines += [line_of(view, event)]
+        lines += [event_line(view, event)]
     text = "\n".join(filter(None, lines))
     assert text.count("home-0 joined") == 1
     assert text.count("waiting for home-2, which sends no heartbeats, 4 of 60 s") == 1

@@ -78,7 +78,7 @@ def test_frames_of_any_size_cut_at_any_byte(sizes: list[int], cuts: list[int]) -
     assert len(got) == len(sent)
     for frame, (header, body) in zip(got, sent, strict=True):
         same(frame, header, body)
-    assert reader.between
+    assert reader.at_frame_boundary
 
 
 def test_truncated_stream_yields_no_frame_and_is_reported() -> None:
@@ -86,8 +86,8 @@ def test_truncated_stream_yields_no_frame_and_is_reported() -> None:
     for cut in (1, HEADER_NBYTES - 1, HEADER_NBYTES, HEADER_NBYTES + 99):
         reader = Reader()
         assert frames_in(reader, data[:cut]) == []
-        assert not reader.between
-    assert Reader().between
+        assert not reader.at_frame_boundary
+    assert Reader().at_frame_boundary
 
 
 def test_large_body_is_written_to_allocated_memory() -> None:
@@ -161,7 +161,7 @@ def test_every_bit_flip_is_detected_and_the_error_latches() -> None:
         reader = Reader()
         with pytest.raises(CorruptFrame) as first:
             frames_in(reader, bytes(broken))
-        assert not reader.between
+        assert not reader.at_frame_boundary
         with pytest.raises(CorruptFrame) as second:
             frames_in(reader, data)
         assert second.value is first.value
@@ -184,7 +184,7 @@ def test_garbage_never_yields_a_frame(data: bytes) -> None:
     try:
         assert frames_in(reader, data) == []
     except CorruptFrame:
-        assert not reader.between
+        assert not reader.at_frame_boundary
 
 
 @given(st.binary(min_size=64, max_size=64), st.binary(max_size=64))

@@ -93,7 +93,7 @@ def bare(model: nn.Module) -> nn.Module:
     return module
 
 
-def batches_of(source: Any) -> BatchOf:
+def make_batch_function(source: Any) -> BatchOf:
     """Returns a function that collates the first samples of a DataLoader's dataset, or `source` itself if it is a function."""
     if not hasattr(source, "collate_fn"):
         if callable(source):
@@ -107,25 +107,25 @@ def batches_of(source: Any) -> BatchOf:
                            f"profile: the dataset {type(dataset).__name__} has no samples by index, allowed instead of the "
                            "loader: a function that gives a batch of N samples")
 
-    def batch_of(samples: int) -> Any:
+    def collate_batch(samples: int) -> Any:
         places = list(range(samples))
         several = getattr(dataset, "__getitems__", None)
         return collate(several(places) if callable(several) else [dataset[place] for place in places])
 
-    return batch_of
+    return collate_batch
 
 
 class BatchTrial:
     """Runs forward and backward pass of a batch. Raises MemoryError at the memory limit."""
 
     def __init__(
-        self, model: nn.Module, loss_of: LossOf, batch_of: BatchOf, *, measure: Callable[[int], float] | None = None,
+        self, model: nn.Module, loss_of: LossOf, collate_batch: BatchOf, *, measure: Callable[[int], float] | None = None,
         sharing: int = 1,
     ) -> None:
         """`measure`: returns the seconds of a batch that was run; None: the clock measures them. `sharing`: number of
         processes on this machine that profile at the same time."""
         self._measure = measure
-        self._model, self._loss_of, self._batch_of = bare(model), loss_of, batch_of
+        self._model, self._loss_of, self._batch_of = bare(model), loss_of, collate_batch
         self._parameters = list(self._model.parameters())
         self._device = self._parameters[0].device if self._parameters else torch.device("cpu")
         self._batch: tuple[int, Any] = (0, None)
@@ -189,7 +189,7 @@ class BatchTrial:
             raise MemoryError(f"{KEPT_COPIES} copies of the parameters do not fit into memory") from None
 
     @contextlib.contextmanager
-    def untouched(self, *, begun: bool) -> Iterator[None]:
+    def preserve_state(self, *, begun: bool) -> Iterator[None]:
         """Context manager that restores gradients, buffers (BatchNorm's statistics) and random state. `begun`: True: training
         has allocated its memory."""
         gradients = [parameter.grad for parameter in self._parameters]

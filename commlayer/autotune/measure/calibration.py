@@ -15,9 +15,9 @@ from commlayer.cluster.processes.bounded_calls import PendingCollective
 from commlayer.cluster.processes.collectives import Groups
 from commlayer.compressors import Codec, parse, wrap
 from commlayer.compressors.plan_codecs import ReducedAccumulator, is_summable
-from commlayer.engine.job.plan_checks import promise_of
-from commlayer.planner.costs import traffic_of
-from commlayer.planner.model import ZERO, CodecCost, Line
+from commlayer.engine.job.plan_checks import codec_promise
+from commlayer.planner.costs import collective_traffic
+from commlayer.planner.model import ZERO, CodecCost, LinearCost
 from commlayer.records import Spec
 
 CODEC_NUMEL = (1 << 12, 1 << 16, 1 << 20)
@@ -35,7 +35,7 @@ def _cost(text: str, sizes: Sequence[int], repeats: int) -> CodecCost:
     codec = wrap(parse(text))
     rows = [_times(codec, numel, repeats) for numel in sizes]
     encode, decode, nbytes = (fit(sizes, [row[i] for row in rows]) for i in range(3))
-    promise = promise_of(codec)
+    promise = codec_promise(codec)
     reduced = fit(sizes, [row[3] for row in rows]) if promise.sums else ZERO
     return CodecCost(text, "cpu", encode, decode, nbytes, rounds=len(codec.rounds), sums=promise.sums, alone=promise.alone,
                      answers=promise.answers, reduced=reduced)
@@ -75,7 +75,7 @@ def _times(codec: Codec, numel: int, repeats: int) -> tuple[float, float, float,
     return median(encodes), median(adds), float(nbytes), float(reduced)
 
 
-def fit(sizes: Sequence[float], values: Sequence[float]) -> Line:
+def fit(sizes: Sequence[float], values: Sequence[float]) -> LinearCost:
     """Returns the line of least relative error through the values. Neither its value at 0 (floor) nor its slope is negative."""
     x, y = np.asarray(sizes, float), np.maximum(np.asarray(values, float), 1e-12)
     weighted = np.stack([1.0 / y, x / y], axis=1)
@@ -86,7 +86,7 @@ def fit(sizes: Sequence[float], values: Sequence[float]) -> Line:
         only_floor = float((1.0 / y).sum() / ((1.0 / y) ** 2).sum())
         floor, slope = (0.0, only_slope) if floor < 0 else (only_floor, 0.0)
     error = float(np.abs((floor + slope * x) / y - 1.0).max())
-    return Line(float(floor), float(slope), error)
+    return LinearCost(float(floor), float(slope), error)
 
 
 
@@ -102,11 +102,11 @@ class CollectiveCosts(NamedTuple):
     """Costs of collectives: seconds per message (the floor) and seconds per byte on a member's link (the slope). Zeros for a
     level that the cluster does not have."""
 
-    inside: Line = ZERO
-    across: Line = ZERO
+    inside: LinearCost = ZERO
+    across: LinearCost = ZERO
 
 
-FREE_INSIDE = CollectiveCosts(Line(0.0, LEAST_BYTE_S))
+FREE_INSIDE = CollectiveCosts(LinearCost(0.0, LEAST_BYTE_S))
 """Costs of a sharded model, whose gradients FSDP sums inside of each site, as a part of the measured backward pass."""
 
 
@@ -116,24 +116,24 @@ def measure_collectives(groups: Groups, budget_s: float) -> CollectiveCosts:
     nodes, ranks = len(groups.sites), groups.ranks_per_node
     inside = across = ZERO
     if ranks > 1:
-        run = partial(groups.inside.out.reduce, root=0) if len(groups.site) > 1 else _nothing
-        inside = _line(groups, run, "reduce", ranks, budget_s / (2 if nodes > 1 else 1))
+        run = partial(groups.inside.out.reduce, root=0) if len(groups.site) > 1 else _no_collective
+        inside = _measure_collective(groups, run, "reduce", ranks, budget_s / (2 if nodes > 1 else 1))
     if nodes > 1 and groups.members.reachable:
-        across = _line(groups, groups.allreduce, "allreduce", groups.world, budget_s / (2 if ranks > 1 else 1))
+        across = _measure_collective(groups, groups.allreduce, "allreduce", groups.world, budget_s / (2 if ranks > 1 else 1))
     return CollectiveCosts(inside, across)
 
 
-def _nothing(x: torch.Tensor) -> PendingCollective:
+def _no_collective(x: torch.Tensor) -> PendingCollective:
     return PendingCollective(None, "reduce", on_device=x.is_cuda)
 
 
-def _line(groups: Groups, run: Collective, name: str, members: int, budget_s: float) -> Line:
+def _measure_collective(groups: Groups, run: Collective, name: str, members: int, budget_s: float) -> LinearCost:
     """Measures one collective and returns its cost: seconds per message and per byte. The fitted line's floor is divided by the
     number of sequential messages, the slope by the number of times that the collective moves the data."""
     times_s = _timed(groups, run, budget_s)
-    traffic = traffic_of(name, members)
-    line = fit(list(times_s), list(times_s.values())) if len(times_s) > 1 else Line(next(iter(times_s.values())))
-    return Line(line.floor_s / traffic.messages, max(line.slope_s / traffic.passes, LEAST_BYTE_S), line.error)
+    traffic = collective_traffic(name, members)
+    line = fit(list(times_s), list(times_s.values())) if len(times_s) > 1 else LinearCost(next(iter(times_s.values())))
+    return LinearCost(line.floor_s / traffic.messages, max(line.slope_s / traffic.passes, LEAST_BYTE_S), line.error)
 
 
 def _timed(groups: Groups, run: Collective, budget_s: float) -> dict[float, float]:

@@ -14,7 +14,7 @@ from msgspec import structs
 from commlayer.autotune.measure.calibration import CollectiveCosts
 from commlayer.cluster.processes.channels import node_ranks
 from commlayer.engine.job.job import DistributedJob
-from commlayer.engine.worker.site import Site
+from commlayer.engine.worker.site import LocalSite
 from commlayer.engine.worker.worker import Worker
 from commlayer.planner.model import Cluster, Link, Node
 from commlayer.records import Job
@@ -59,7 +59,7 @@ class RankMeasurement(NamedTuple):
     """1: the rank's script averages every step; 0: it allows local steps."""
 
 
-def squared_norms(worker: Worker, site: Site, deadline_s: float) -> tuple[float, ...]:
+def squared_norms(worker: Worker, site: LocalSite, deadline_s: float) -> tuple[float, ...]:
     """Returns the energy (squared norm) of each tensor's average gradient in the last step, up to a common factor; empty if it
     was not finite. The averages are in the buckets until the next step. The ranks of a sharded model's site call it together.
     """
@@ -104,7 +104,7 @@ def _nonzero(x: torch.Tensor) -> float:
     return 1 / len(sample) if bool(x.any()) else 1.0
 
 
-def server_nodes_of(context: DistributedJob) -> list[int]:
+def number_server_nodes(context: DistributedJob) -> list[int]:
     """Returns the node number of each server. Servers on other machines get numbers after those of the workers' nodes."""
     nodes = [s.node for s in context.uplink.epoch.servers]
     if not context.elastic:
@@ -113,10 +113,10 @@ def server_nodes_of(context: DistributedJob) -> list[int]:
     return [len(context.groups.sites) + elsewhere.index(node) for node in nodes]
 
 
-def links_of(context: DistributedJob, rows: Sequence[RankMeasurement]) -> list[Link]:
+def measured_links(context: DistributedJob, rows: Sequence[RankMeasurement]) -> list[Link]:
     """Returns one link per node. A node with the only server cannot probe its link; the link counts as fast as the fastest
     other one."""
-    firsts = [rows[first] for first in context.groups.firsts]
+    firsts = [rows[first] for first in context.groups.first_ranks]
     probes = [row for row in firsts if row.up_bps]
     # The other nodes' downloads are uploads of the node with the server, and their uploads are its downloads.
     best = Link(max(r.down_bps for r in probes), max(r.up_bps for r in probes), min(r.alpha_s for r in probes))
@@ -130,7 +130,7 @@ def uncapped(links: Sequence[Link], uplinks_bps: Sequence[float]) -> tuple[Link,
     return free if free != tuple(links) else ()
 
 
-def cluster_of(
+def measured_cluster(
     links: Sequence[Link], rows: Sequence[RankMeasurement], inside: CollectiveCosts, server_nodes: Sequence[int], *,
     cuda: bool = False,
     reachable: bool = True, elsewhere_bps: float = 0.0, sites: Sequence[Sequence[int]] = (),

@@ -13,7 +13,7 @@ from commlayer.autotune.measure import link_rates
 from commlayer.cluster.processes.collectives import Groups, all_or_none
 from commlayer.config import host_port
 from commlayer.engine.job.job import DistributedJob
-from commlayer.observe.interface_counters import InterfaceCounters, Throughput, counters_of
+from commlayer.observe.interface_counters import InterfaceCounters, Throughput, counter_reader
 from commlayer.observe.link_monitor import PAYLOAD, Rates
 from commlayer.observe.step_trace import RecordedStep
 from commlayer.planner.model import Link
@@ -49,7 +49,7 @@ BUSY, BUSY_TRIPS = 0.25, 8
 windows open in fewer."""
 
 
-def held_up(steps: Sequence[RecordedStep]) -> bool:
+def communication_bound(steps: Sequence[RecordedStep]) -> bool:
     """Returns whether steps mostly waited for communication after their backward passes. If the steps did not wait, gradients
     may have come too slowly to fill the link, so the link did not limit the step."""
     waited_s = median(s.marks["end"] - s.marks["backward"] for s in steps)
@@ -88,7 +88,7 @@ class SeenTraffic(NamedTuple):
     """Seconds that the counters cover, including time outside steps."""
 
 
-def seen_by(meter: InterfaceCounters) -> SeenTraffic:
+def read_traffic(meter: InterfaceCounters) -> SeenTraffic:
     """Returns the traffic since the previous reading of the counters."""
     since_s = meter.since_s
     return SeenTraffic(meter.look(), since_s)
@@ -111,7 +111,7 @@ def known_links(
             if last is not None and SHORTER * before_s <= now_s <= LONGER * before_s:
                 rates = rates[0] or last.up_bps, rates[1] or last.down_bps
             exchange.mine = [*KnownLink(round(rates[0]), round(rates[1]), round(1e9 * round_trip_s), 1)]
-    return [KnownLink(*exchange.rows[first]) for first in groups.firsts]
+    return [KnownLink(*exchange.rows[first]) for first in groups.first_ranks]
 
 
 def _probing(context: DistributedJob, budget_s: float) -> tuple[link_rates.RequestNetwork, float, list[int]]:
@@ -122,7 +122,7 @@ def _probing(context: DistributedJob, budget_s: float) -> tuple[link_rates.Reque
     return link_rates.RequestNetwork(context.uplink.probe), min(10 * budget_s + 10, groups.timeout_s), away
 
 
-def probed(
+def probe_own_link(
     context: DistributedJob, nodes: Sequence[KnownLink], budget_s: float, *, expected: Rates = UNKNOWN,
 ) -> NodeLink:
     """Measures this node's link against servers on other nodes, unless the rates of all `nodes` are known; returns zeros if
@@ -139,7 +139,7 @@ def probed(
             longest_s = min(LONGEST_S, max(link_rates.LEAST_ROUND_TRIP_S, farthest_s))
             asking = [number for number, node in enumerate(nodes) if node.can_probe]
             everywhere = len({server.node for server in context.uplink.epoch.servers}) >= len(asking)
-            turns, turn_s = turns_of(len(asking), budget_s, longest_s, everywhere=everywhere)
+            turns, turn_s = plan_probe_turns(len(asking), budget_s, longest_s, everywhere=everywhere)
             mine_at = asking.index(groups.node) % turns
             begin = time.monotonic()  # all ranks have just exchanged values, so turns need no further synchronization
             for direction in (link_rates.UP, link_rates.DOWN):
@@ -169,7 +169,7 @@ def sustained(seen: SeenTraffic | None, steps_s: float, round_trip_s: float) -> 
     return up, down
 
 
-def turns_of(nodes: int, budget_s: float, round_trip_s: float, *, everywhere: bool = True) -> tuple[int, float]:
+def plan_probe_turns(nodes: int, budget_s: float, round_trip_s: float, *, everywhere: bool = True) -> tuple[int, float]:
     """Returns the number of turns per direction, and seconds per turn; as many turns as the time allows. Nodes that send in
     the same turn share servers, so each measures only a part of its rate. `everywhere`: True: all nodes have servers."""
     least_s = (OPENING + DRAINED) * round_trip_s
@@ -177,7 +177,7 @@ def turns_of(nodes: int, budget_s: float, round_trip_s: float, *, everywhere: bo
     return turns, max(budget_s / 2 / turns, least_s)
 
 
-def at_least(link: NodeLink, carried: Throughput | None = None, fastest_down_bps: float = 0.0) -> NodeLink:
+def raise_rates(link: NodeLink, carried: Throughput | None = None, fastest_down_bps: float = 0.0) -> NodeLink:
     """Returns `link` with rates raised to those in steps, because short probes measure too low rates, and to the fastest
     download that the interface has counted meanwhile, because probes on a busy machine wait for its threads."""
     up_bps, down_bps, alpha_s = link
@@ -187,11 +187,11 @@ def at_least(link: NodeLink, carried: Throughput | None = None, fastest_down_bps
     return max(up_bps, PAYLOAD * carried_up_bps), max(down_bps, PAYLOAD * max(carried_down_bps, fastest_down_bps)), alpha_s
 
 
-def meter_of(context: DistributedJob) -> InterfaceCounters | None:
+def make_traffic_meter(context: DistributedJob) -> InterfaceCounters | None:
     """Returns a reader of this node's interface counters. Returns None on all ranks of a node except its first, and if the
     system has no counters."""
     if context.groups.local:
         return None
     servers = [host_port(server.address)[0] for server in context.uplink.epoch.servers]
-    counters = counters_of(own_address.interface_towards(servers))
+    counters = counter_reader(own_address.interface_towards(servers))
     return None if counters is None else InterfaceCounters(counters)

@@ -213,7 +213,7 @@ def on_cpu() -> Iterator[None]:
     begin = torch.autocast.__init__
 
     def begin_on_cpu(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
-        begin(self, _cpu_of(device_type), *args, **kwargs)
+        begin(self, _cuda_to_cpu(device_type), *args, **kwargs)
 
     with replaced(torch.autocast, "__init__", begin_on_cpu), replaced(torch, "compile", _uncompiled), _CudaIsCpu():
         yield
@@ -233,10 +233,10 @@ class _CudaIsCpu(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Args = (), kwargs: Kwargs = None) -> Any:
         if func in (torch.Tensor.cuda, torch.Tensor.pin_memory):
             return args[0]
-        return func(*map(_cpu_of, args), **{name: _cpu_of(value) for name, value in (kwargs or {}).items()})
+        return func(*map(_cuda_to_cpu, args), **{name: _cuda_to_cpu(value) for name, value in (kwargs or {}).items()})
 
 
-def _cpu_of(value: Any) -> Any:
+def _cuda_to_cpu(value: Any) -> Any:
     if isinstance(value, torch.device) and value.type == "cuda":
         return torch.device("cpu")
     return "cpu" if isinstance(value, str) and value.partition(":")[0] == "cuda" else value

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from commlayer.autotune.measure.batch_trial import room_nbytes
 from commlayer.autotune.measure.shape_tensors import Args, Kwargs, ShapeMode, ShapeTensor, aten, on_a_gpu, on_cpu, replaced, run
 from commlayer.autotune.measure.step_times import DrawnLoss, PassClock, StepHooks, described_step, timing_at
-from commlayer.engine.model.model_tensors import job_of
+from commlayer.engine.model.model_tensors import describe_model
 from commlayer.errors import InvalidInput
 from commlayer.planner.data.models import product_s, update_s
 from commlayer.planner.data.tables import LAUNCH_S, stream_bytes_s
@@ -42,7 +42,7 @@ def counted_job(
     empty, or says why the step was computed with the values of the model that `made` returns."""
     try:
         with on_a_gpu():
-            return _counted(model, loss_of, batch, name), ""
+            return _count_job(model, loss_of, batch, name), ""
     except InvalidInput:
         raise
     except Exception as error:
@@ -55,17 +55,17 @@ def counted_job(
                            f"of which {room / 1e9:.3g} GB are free: leave out what reads values, or measure the step where "
                            f"it trains (`commlayer profile {name}`)")
     with on_cpu():
-        return _counted(*made(), batch, name), reason
+        return _count_job(*made(), batch, name), reason
 
 
-def _counted(model: nn.Module, loss_of: DrawnLoss, batch: int | None, name: str) -> Job:
+def _count_job(model: nn.Module, loss_of: DrawnLoss, batch: int | None, name: str) -> Job:
     counter = _Counter()
     with replaced(torch.backends.mkldnn, "enabled", False), StepHooks(model, counter.now) as hooks, counter, _Layers(counter):
         clock, shown = described_step(hooks, model, loss_of)
     total = clock.forward + clock.backward
     limit = int(np.argmax(total))  # a pass takes as long as the slowest of its limits
     timing = timing_at(PassClock(*(each[..., limit] for each in clock)))
-    job = job_of(model)
+    job = describe_model(model)
     trained = sum(tensor.numel for tensor in job.tensors if not tensor.buffer)
     return Job(job.tensors, batch, structs.replace(
         timing, update_s=update_s(trained), half=counter.half_s > counter.product_s / 2,

@@ -15,7 +15,7 @@ from torch import nn
 
 from commlayer.autotune.measure.model_info import ModelWatch
 from commlayer.engine.hooks.forward_order import before_forward
-from commlayer.engine.model.model_tensors import job_of, parameters_of
+from commlayer.engine.model.model_tensors import describe_model, trained_parameters
 from commlayer.errors import InvalidInput
 from commlayer.observe.step_trace import RecordedStep
 from commlayer.planner.data.tables import device_named
@@ -28,8 +28,8 @@ DrawnLoss = Callable[[], torch.Tensor]
 
 def timed_job(model: nn.Module, loss_of: DrawnLoss, *, batch: int | None = None, name: str = "") -> Job:
     """Returns the model's Job with its Timing: medians of a few steps of loss_of() and backward()."""
-    job = job_of(model)
-    cuda = next((p.is_cuda for _, p in parameters_of(model)), False)
+    job = describe_model(model)
+    cuda = next((p.is_cuda for _, p in trained_parameters(model)), False)
 
     def now_s() -> float:
         if cuda:
@@ -61,16 +61,16 @@ class StepHooks:
 
     def __init__(self, model: nn.Module, now: Callable[[], Any]) -> None:
         self._model, self._now = model, now
-        self._tensors = len(job_of(model).tensors)
+        self._tensors = len(describe_model(model).tensors)
         self._ready: dict[int, Any] = {}
         self._needed: dict[int, Any] = {}
-        parameters = [p for _, p in parameters_of(model)]
+        parameters = [p for _, p in trained_parameters(model)]
         number = {id(p): i for i, p in enumerate(parameters)}
         self._handles = [p.register_post_accumulate_grad_hook(self._final(i)) for i, p in enumerate(parameters)]
         for module in model.modules():
             own = [number[id(p)] for p in module.parameters(recurse=False) if id(p) in number]
             if own:
-                self._handles.append(before_forward(module, self._reads(own)))
+                self._handles.append(before_forward(module, self._record_first_use(own)))
 
     def _final(self, tensor: int) -> Callable[[torch.Tensor], None]:
         def final(_: torch.Tensor) -> None:
@@ -78,7 +78,7 @@ class StepHooks:
 
         return final
 
-    def _reads(self, tensors: list[int]) -> Callable[[nn.Module, object], None]:
+    def _record_first_use(self, tensors: list[int]) -> Callable[[nn.Module, object], None]:
         def reads(_module: nn.Module, _args: object) -> None:
             now = self._now()
             for tensor in tensors:
@@ -94,7 +94,7 @@ class StepHooks:
         loss: object = loss_of()
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
             raise InvalidInput("E-USER-CODE",
-                               f"the loss is {_said(loss)}, allowed: a tensor of one element with a gradient, "
+                               f"the loss is {_describe_loss(loss)}, allowed: a tensor of one element with a gradient, "
                                "the one that backward() is called on")
         middle = self._now()
         loss.backward()
@@ -115,7 +115,7 @@ def described_step(hooks: StepHooks, model: nn.Module, loss_of: DrawnLoss) -> tu
     """Runs a step. Returns what the clock shows, and fields of Timing that do not depend on it."""
     layers = ModelWatch(model)
     try:
-        with kept_nbytes(model) as activation_nbytes:
+        with count_activation_nbytes(model) as activation_nbytes:
             clock = hooks.step(loss_of)
     finally:
         layers.remove()
@@ -130,7 +130,7 @@ def timing_at(clock: PassClock) -> Timing:
 
 
 @contextlib.contextmanager
-def kept_nbytes(model: nn.Module) -> Iterator[Callable[[], float]]:
+def count_activation_nbytes(model: nn.Module) -> Iterator[Callable[[], float]]:
     """Context manager around a forward pass. The function that it returns adds up the bytes of activations that the pass has
     kept for the backward pass."""
     def storage(tensor: torch.Tensor) -> Any:
@@ -147,13 +147,13 @@ def kept_nbytes(model: nn.Module) -> Iterator[Callable[[], float]]:
         yield lambda: float(sum(kept.values()))
 
 
-def _said(loss: object) -> str:
+def _describe_loss(loss: object) -> str:
     if not isinstance(loss, torch.Tensor):
         return f"of type {type(loss).__name__}"
     return f"a Tensor of {loss.numel()}" + ("" if loss.requires_grad else " without a gradient")
 
 
-def timing_of(steps: Sequence[RecordedStep], tensors: int, places: Mapping[int, int]) -> Timing:
+def median_timing(steps: Sequence[RecordedStep], tensors: int, places: Mapping[int, int]) -> Timing:
     """Returns a Timing with medians over the recorded steps. `places`: the tensors' known order in the forward pass.
 
     Hooks see when gradients become final and when a step ends, but not where the forward pass ends. The time before the first

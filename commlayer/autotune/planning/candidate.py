@@ -74,7 +74,7 @@ class Candidate(NamedTuple):
         """True: the plan sends uncompressed gradients and averages them in every step."""
         return not self.leaves and all(b.codec == DENSE for b in self.plan.buckets)
 
-    def as_run(self, plan: Plan) -> Candidate:
+    def in_executed_form(self, plan: Plan) -> Candidate:
         """Returns the candidate in the form in which ranks run it as `plan`: the script or the optimizer's states may force
         another sync mode than the planned one."""
         if all(getattr(plan, field) == getattr(self.runnable, field) for field in MODE_FIELDS):
@@ -84,9 +84,10 @@ class Candidate(NamedTuple):
             buckets = tuple(structs.replace(b, stale=False) for b in buckets)
         actual = structs.replace(self.plan, buckets=buckets, step_s=plan.step_s, steps=plan.steps,
                                  steps_high=plan.steps_high, **{field: getattr(plan, field) for field in MODE_FIELDS})
-        return self._replace(basis=self.basis._replace(plan=actual), runnable=plan, steps=steps_of(actual, self.basis.inputs))
+        return self._replace(basis=self.basis._replace(plan=actual), runnable=plan,
+                             steps=estimate_factor(actual, self.basis.inputs))
 
 
-def steps_of(plan: Plan, question: Question) -> float:
+def estimate_factor(plan: Plan, question: Question) -> float:
     """Returns a cautious estimate of a plan's convergence factor."""
     return 1.0 + plan_excess(plan, question).high

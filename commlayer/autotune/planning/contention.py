@@ -33,7 +33,7 @@ def factor(measured_s: float, step_s: Callable[[float], float]) -> float:
     return low
 
 
-def dearer(profile: Profile, by: float) -> Profile:
+def scale_processing_costs(profile: Profile, by: float) -> Profile:
     """Returns the profile with the costs of codecs, servers and buckets multiplied by this factor. Collectives were already
     measured under load."""
     codecs = tuple(structs.replace(c, encode=c.encode * by, decode=c.decode * by) for c in profile.codecs)

@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 
 from commlayer.autotune.planning.search import SearchOrder, SearchResult, search
-from commlayer.autotune.planning.what_if import Gains, gains_of
+from commlayer.autotune.planning.what_if import LinkGains, estimate_gains
 from commlayer.errors import InvalidInput, InvalidState
 from commlayer.planner.model import Question
 from commlayer.records import Record, complete
@@ -32,18 +32,18 @@ NICE = 10
 LOOK_S = 5.0
 
 
-class Order(Record, frozen=True):
-    """A search, or else the inputs of a job for gains_of."""
+class PlanningOrder(Record, frozen=True):
+    """A search, or else the inputs of a job for estimate_gains."""
 
     search: SearchOrder | None = None
     inputs: Question | None = None
 
 
-class Answer(Record, frozen=True):
+class PlanningAnswer(Record, frozen=True):
     """The result, or the error."""
 
     found: SearchResult | None = None
-    gains: Gains | None = None
+    gains: LinkGains | None = None
     error: str = ""
     wrong: bool = False
     """True: the order was invalid, so the caller raises ValueError."""
@@ -71,24 +71,24 @@ class PlanningProcess:
         if self._asks:
             self.stop()
         with self._runs:
-            found = self._answer(Order(order)).found
+            found = self._answer(PlanningOrder(order)).found
         assert found is not None, "the answer to a search"
         return found
 
-    def gains(self, inputs: Question) -> Gains | None:
-        """Runs what_if.gains_of() in the child; fails as `search` does. None: the child is busy."""
+    def gains(self, inputs: Question) -> LinkGains | None:
+        """Runs what_if.estimate_gains() in the child; fails as `search` does. None: the child is busy."""
         if not self._runs.acquire(blocking=False):
             return None
         try:
             self._asks = True
-            gains = self._answer(Order(inputs=inputs)).gains
+            gains = self._answer(PlanningOrder(inputs=inputs)).gains
             assert gains is not None, "the answer to a what-if question"
             return gains
         finally:
             self._asks = False
             self._runs.release()
 
-    def _answer(self, order: Order) -> Answer:
+    def _answer(self, order: PlanningOrder) -> PlanningAnswer:
         self.start()
         if (process := self._process) is None:
             raise InvalidState("E-SESSION-CLOSED", "the session is over")
@@ -97,7 +97,7 @@ class PlanningProcess:
         self._process, self._searches = None, False
         if process.returncode:
             raise InvalidState("E-PLANNER-ENDED", f"the planning process has ended (exit code {process.returncode})")
-        answer = msgspec.msgpack.decode(data, type=complete(Answer))
+        answer = msgspec.msgpack.decode(data, type=complete(PlanningAnswer))
         if answer.error:
             raise InvalidInput("E-PLAN-INPUT", answer.error) if answer.wrong else RuntimeError(answer.error)
         return answer
@@ -129,12 +129,13 @@ def main() -> None:
     if not data:
         return
     try:
-        order = msgspec.msgpack.decode(data, type=complete(Order))
-        answer = Answer(search(order.search) if order.search else None, gains_of(order.inputs) if order.inputs else None)
+        order = msgspec.msgpack.decode(data, type=complete(PlanningOrder))
+        answer = PlanningAnswer(search(order.search) if order.search else None, estimate_gains(order.inputs)
+                                if order.inputs else None)
     except ValueError as error:
-        answer = Answer(error=str(error), wrong=True)
+        answer = PlanningAnswer(error=str(error), wrong=True)
     except Exception as error:
-        answer = Answer(error=f"{type(error).__name__}: {error}")
+        answer = PlanningAnswer(error=f"{type(error).__name__}: {error}")
     out.write(msgspec.msgpack.encode(answer))
     out.flush()
 

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 from msgspec import structs
 
-from commlayer.autotune.planning.candidate import LEAVES, MOST_STEPS, Candidate, Price, steps_of
-from commlayer.autotune.planning.contention import dearer, factor
+from commlayer.autotune.planning.candidate import LEAVES, MOST_STEPS, Candidate, Price, estimate_factor
+from commlayer.autotune.planning.contention import factor, scale_processing_costs
 from commlayer.codec_spec import parse_spec
 from commlayer.planner.baselines import one_machine
 from commlayer.planner.buckets import COLLECTIVE_NBYTES, default_plan
@@ -70,7 +70,7 @@ class SearchResult(NamedTuple):
 def search(order: SearchOrder) -> SearchResult:
     """Finds the best plan, and predicts the active plan's step time from the same costs."""
     job, cluster, alone, policy = order.inputs
-    as_planned = order.known or on_hosts(order.current, order.server_nodes)
+    as_planned = order.known or number_servers_by_node(order.current, order.server_nodes)
     # Recorded steps wait for their results, even if the active plan overlaps them with the next forward pass.
     recorded = structs.replace(as_planned, overlap="") if as_planned.overlap == "forward" else as_planned
     if not order.contention:  # after a measurement; later rates of links come from the traffic of steps
@@ -79,21 +79,23 @@ def search(order: SearchOrder) -> SearchResult:
 
     @functools.cache
     def current_s(contention: float) -> float:
-        return step_seconds(as_planned, Question(job, cluster, dearer(alone, contention), policy))
+        return step_seconds(as_planned, Question(job, cluster, scale_processing_costs(alone, contention), policy))
 
     contention = order.contention or factor(
-        order.measured_s, lambda times: step_seconds(recorded, Question(job, cluster, dearer(alone, times), policy)))
-    profile = dearer(alone, contention)
+        order.measured_s,
+        lambda times: step_seconds(recorded, Question(job, cluster, scale_processing_costs(alone, times), policy)))
+    profile = scale_processing_costs(alone, contention)
     inputs = Question(job, cluster, profile, policy)
     best = best_plan(inputs, order.current, apart=order.apart, suggests=order.suggests, young=order.young)
-    current_price = price_of(as_planned, inputs)
+    current_price = predict_price(as_planned, inputs)
 
     def candidate(plan: Plan, leaves: str) -> Candidate:
         return Candidate(
-            Basis(plan, inputs), on_servers(plan, order.server_nodes), as_planned, current_s(contention),
-            current_s(1.0), price_of(plan, inputs), current_price, steps_of(plan, inputs), steps_of(as_planned, inputs), leaves)
+            Basis(plan, inputs), number_servers_by_job(plan, order.server_nodes), as_planned, current_s(contention),
+            current_s(1.0), predict_price(plan, inputs), current_price, estimate_factor(plan, inputs),
+            estimate_factor(as_planned, inputs), leaves)
 
-    alone_s = _alone_s(inputs)
+    alone_s = _fastest_alone_s(inputs)
     result = candidate(best.plan, best.leaves)._replace(
         alone_s=alone_s if alone_s < math.inf else 0.0, hint=best.hint, auto_times=best.auto_times)
     local = candidate(best.local, best.for_local) if best.local else None
@@ -129,7 +131,7 @@ def sped_up(cluster: Cluster, step_s: Callable[[Cluster], float], measured_s: fl
     return cluster
 
 
-def on_hosts(plan: Plan, server_nodes: Sequence[int]) -> Plan:
+def number_servers_by_node(plan: Plan, server_nodes: Sequence[int]) -> Plan:
     """Returns the plan with servers numbered as the planner does: one per node that has servers. `server_nodes`: the node
     number of each server."""
     hosts = sorted(set(server_nodes[: plan.servers]))
@@ -137,8 +139,9 @@ def on_hosts(plan: Plan, server_nodes: Sequence[int]) -> Plan:
     return structs.replace(plan, buckets=buckets, servers=len(hosts), hosts=tuple(hosts))
 
 
-def on_servers(plan: Plan, server_nodes: Sequence[int]) -> Plan:
-    """Returns the plan with the planner's servers, one per node, mapped to the running ones. The reverse of on_hosts."""
+def number_servers_by_job(plan: Plan, server_nodes: Sequence[int]) -> Plan:
+    """Returns the plan with the planner's servers, one per node, mapped to the running ones. The reverse of
+    number_servers_by_node."""
     if not plan.servers:
         return plan
     hosts = plan.hosts or tuple(sorted(set(server_nodes))[: plan.servers])
@@ -147,7 +150,7 @@ def on_servers(plan: Plan, server_nodes: Sequence[int]) -> Plan:
     return structs.replace(plan, buckets=buckets, servers=len(server_nodes), hosts=())
 
 
-class Best(NamedTuple):
+class BestPlan(NamedTuple):
     """The plan that is predicted to reach a loss first. If it gives up averaged gradients, `leaves` is the reason."""
 
     plan: Plan
@@ -163,28 +166,28 @@ class Best(NamedTuple):
 
 def best_plan(
     question: Question, current: Plan, *, apart: bool = False, suggests: bool = False, young: bool = False,
-) -> Best:
+) -> BestPlan:
     """Returns the best plan whose codecs have a convergence factor below MOST_STEPS; for a young job, one with FINE codecs if
     it is fast enough."""
     job, cluster, profile, policy = question
     recipe = Recipe(policy.optimizer, workers=cluster.ranks, numel=job.numel)
-    allowed = _narrowed(question, lambda codec: 1.0 + excess(profile.learning, codec, recipe).high < MOST_STEPS)
-    finely = _narrowed(allowed, lambda codec: parse_spec(codec).core.family in FINE)
+    allowed = _restrict_codecs(question, lambda codec: 1.0 + excess(profile.learning, codec, recipe).high < MOST_STEPS)
+    finely = _restrict_codecs(allowed, lambda codec: parse_spec(codec).core.family in FINE)
 
-    def best_of(inputs: Question) -> tuple[Best, float]:
-        best = _of_ways(inputs, current, apart=apart, suggests=suggests)
-        return best, best.plan.step_s * steps_of(best.plan, inputs)
+    def search_for(inputs: Question) -> tuple[BestPlan, float]:
+        best = _choose_sync_mode(inputs, current, apart=apart, suggests=suggests)
+        return best, best.plan.step_s * estimate_factor(best.plan, inputs)
 
     if not young or finely == allowed:
-        return best_of(allowed)[0]
-    fine, fine_s = best_of(finely)
+        return search_for(allowed)[0]
+    fine, fine_s = search_for(finely)
     if fine_s <= NOTHING_ELSE * _computing_s(question):  # no plan is faster than steps without communication
         return fine
-    other, other_s = best_of(allowed)
+    other, other_s = search_for(allowed)
     return fine if fine_s <= NOTHING_ELSE * other_s else other
 
 
-def _narrowed(question: Question, keeps: Callable[[str], bool]) -> Question:
+def _restrict_codecs(question: Question, keeps: Callable[[str], bool]) -> Question:
     """Returns the inputs with the policy restricted to codecs for which `keeps` returns True; unchanged if there is none."""
     _, _, profile, policy = question
     codecs = policy.codecs or tuple(dict.fromkeys(cost.codec for cost in profile.codecs))
@@ -192,7 +195,7 @@ def _narrowed(question: Question, keeps: Callable[[str], bool]) -> Question:
     return question._replace(policy=structs.replace(policy, codecs=fit)) if 0 < len(fit) < len(codecs) else question
 
 
-def _alone_s(question: Question) -> float:
+def _fastest_alone_s(question: Question) -> float:
     """Returns the seconds that the fastest machine alone needs for the progress of one dense step; infinite if unknown."""
     return min((machine.to_loss_s for machine in one_machine(question)), default=math.inf)
 
@@ -203,7 +206,7 @@ def _computing_s(question: Question) -> float:
     return (timing.forward_s + timing.backward_s) / min(node.speed for node in question.cluster.nodes if node.ranks)
 
 
-def _of_ways(question: Question, current: Plan, *, apart: bool, suggests: bool) -> Best:
+def _choose_sync_mode(question: Question, current: Plan, *, apart: bool, suggests: bool) -> BestPlan:
     """Chooses between averaged gradients and local steps. Local steps must be clearly faster, because they change the
     optimizer states, unless one machine alone is faster than averaged gradients.
 
@@ -217,46 +220,48 @@ def _of_ways(question: Question, current: Plan, *, apart: bool, suggests: bool) 
         plan = _with_ratios(option.plan, current)
         return structs.replace(plan, step_s=step_seconds(plan, question))
 
-    def explained(option: PricedPlan) -> Plan:
-        return _with_ratios(searched.explained(option), current)
+    def with_explanation(option: PricedPlan) -> Plan:
+        return _with_ratios(searched.with_explanation(option), current)
 
     averaged = searched.best(exact=True)
-    plain = _in_updates(timed(averaged), question) if apart else timed(averaged)
-    plain_s = plain.step_s * steps_of(plain, question)
+    plain = _convert_to_updates(timed(averaged), question) if apart else timed(averaged)
+    plain_s = plain.step_s * estimate_factor(plain, question)
     enough = SOONER if policy.exact else LEAVES
     # Steps without communication are a lower bound.
     keeps_up = (policy.exact and (apart or not suggests)) or (not apart and enough * plain_s <= _computing_s(question))
     free = averaged if keeps_up else searched.best(exact=False)
     other = timed(free)
-    other_s = other.step_s * steps_of(other, question)
-    if not other.steps_locally or other_s > plain_s or steps_of(other, question) >= MOST_STEPS:
-        return Best(_in_updates(explained(averaged), question) if apart else explained(averaged))
+    other_s = other.step_s * estimate_factor(other, question)
+    if not other.steps_locally or other_s > plain_s or estimate_factor(other, question) >= MOST_STEPS:
+        return BestPlan(_convert_to_updates(with_explanation(averaged), question) if apart else with_explanation(averaged))
     if policy.exact:
-        hint = _hint(plain, other, question) if other_s <= SOONER * plain_s else ""
-        return Best(explained(averaged), hint=hint, auto_times=plain_s / other_s)
-    leaves = "" if apart or not exact(current) else _leaves(plain, other, question)
-    if apart or other_s <= LEAVES * plain_s or plain_s > _alone_s(question):
-        return Best(explained(free), leaves)
-    return Best(explained(averaged), local=explained(free), for_local=leaves)
+        hint = _suggest_mode(plain, other, question) if other_s <= SOONER * plain_s else ""
+        return BestPlan(with_explanation(averaged), hint=hint, auto_times=plain_s / other_s)
+    leaves = "" if apart or not exact(current) else _describe_switch(plain, other, question)
+    if apart or other_s <= LEAVES * plain_s or plain_s > _fastest_alone_s(question):
+        return BestPlan(with_explanation(free), leaves)
+    return BestPlan(with_explanation(averaged), local=with_explanation(free), for_local=leaves)
 
 
-def _how(other: Plan) -> str:
+def _describe_mode(other: Plan) -> str:
     how = f"{other.local_steps} local steps" if other.local_steps > 1 else "steps on own gradients"
     if other.overlap == "round":
         how += f", exchange overlapped{f' in {other.fragments} parts' if other.fragments > 1 else ''}"
     return how
 
 
-def _hint(plain: Plan, other: Plan, question: Question) -> str:
-    (plain_s, plain_steps), (other_s, other_steps) = ((plan.step_s, steps_of(plan, question)) for plan in (plain, other))
+def _suggest_mode(plain: Plan, other: Plan, question: Question) -> str:
+    (plain_s, plain_steps), (other_s, other_steps) = ((plan.step_s, estimate_factor(plan, question)) for plan in (plain, other))
     times = plain_s * plain_steps / (other_s * other_steps)
-    return (f"{_how(other)} would reach a loss {times:.1f} times as fast ({1e3 * other_s:.3g} instead of {1e3 * plain_s:.3g} "
+    return (f"{_describe_mode(other)} would reach a loss {times:.1f} times as fast ({1e3 * other_s:.3g} instead of "
+            f"{1e3 * plain_s:.3g} "
             f"ms a step, factor {other_steps:.2f} instead of {plain_steps:.2f}): attach(..., sync='auto') allows them")
 
 
-def _leaves(plain: Plan, other: Plan, question: Question) -> str:
-    speeds = [f"{1e3 * plan.step_s:.3g} ms a step, factor {steps_of(plan, question):.2f}" for plan in (plain, other)]
-    return (f"switching to {_how(other)} ({speeds[1]}): averaged gradients need {speeds[0]}; sync='step' would keep them")
+def _describe_switch(plain: Plan, other: Plan, question: Question) -> str:
+    speeds = [f"{1e3 * plan.step_s:.3g} ms a step, factor {estimate_factor(plan, question):.2f}" for plan in (plain, other)]
+    return (f"switching to {_describe_mode(other)} ({speeds[1]}): averaged gradients need {speeds[0]}; sync='step' would keep "
+            f"them")
 
 
 def exact(plan: Plan) -> bool:
@@ -264,7 +269,7 @@ def exact(plan: Plan) -> bool:
     return not plan.steps_locally and not any(b.stale for b in plan.buckets)
 
 
-def _in_updates(plan: Plan, question: Question) -> Plan:
+def _convert_to_updates(plan: Plan, question: Question) -> Plan:
     """Returns the plan as it runs when optimizer states differ between ranks, with its predicted step time."""
     converted = structs.replace(with_updates(plan), steps=0.0, steps_high=0.0)
     return structs.replace(converted, step_s=step_seconds(converted, question))
@@ -279,9 +284,9 @@ def uncompressed(best: Candidate, *, apart: bool = False) -> Candidate | None:
     plain = all_reduce_plan(inputs.job, best.runnable)
     if plain.buckets == best.current.buckets:
         return None
-    plain = _in_updates(plain, inputs) if apart else structs.replace(plain, step_s=step_seconds(plain, inputs))
-    return best._replace(basis=best.basis._replace(plan=plain), runnable=plain, price=price_of(plain, inputs),
-                          steps=steps_of(plain, inputs), leaves="")
+    plain = _convert_to_updates(plain, inputs) if apart else structs.replace(plain, step_s=step_seconds(plain, inputs))
+    return best._replace(basis=best.basis._replace(plan=plain), runnable=plain, price=predict_price(plain, inputs),
+                          steps=estimate_factor(plain, inputs), leaves="")
 
 
 def all_reduce_plan(job: Job, before: Plan) -> Plan:
@@ -296,7 +301,7 @@ def _with_ratios(plan: Plan, before: Plan) -> Plan:
     return structs.replace(plan, ratio_over=before.ratio_over, warmup=before.warmup)
 
 
-def price_of(plan: Plan, inputs: Question) -> Price:
+def predict_price(plan: Plan, inputs: Question) -> Price:
     """Returns the predicted seconds of communication, and the fraction of computing that overlaps it. The prediction is exact
     for steps without computing, and for the job's own computing time. All nodes count as computing equally long, as balanced
     ones do."""

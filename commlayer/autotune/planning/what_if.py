@@ -16,7 +16,7 @@ SLOW = 1.1
 FASTER = 2.0
 
 
-class Gains(NamedTuple):
+class LinkGains(NamedTuple):
     """Speeds to a loss, relative to the job as it is: see observe/events.WhatIfEvent. `homes`: those with the slowest uplinks,
     as numbers among the machines that train."""
 
@@ -25,7 +25,7 @@ class Gains(NamedTuple):
     homes: tuple[int, ...]
 
 
-def gains_of(question: Question) -> Gains:
+def estimate_gains(question: Question) -> LinkGains:
     nodes = question.cluster.nodes
     homes = [number for number, node in enumerate(nodes) if node.ranks]
     slowest_bps = min(nodes[number].link.up_bps for number in homes)
@@ -35,7 +35,7 @@ def gains_of(question: Question) -> Gains:
                     if number in slow else node for number, node in enumerate(nodes))
     now, more, faster = (_speed(question, structs.replace(question.cluster, nodes=each))
                          for each in (nodes, (*nodes, another), sped_up))
-    return Gains(more / now, faster / now, tuple(map(homes.index, slow))) if now else Gains(0.0, 0.0, ())
+    return LinkGains(more / now, faster / now, tuple(map(homes.index, slow))) if now else LinkGains(0.0, 0.0, ())
 
 
 def _speed(question: Question, cluster: Cluster) -> float:

@@ -33,7 +33,7 @@ from commlayer.records import Plan
 LOSSES_KEPT = 4096
 
 
-def guard_of(context: DistributedJob, config: Config) -> QualityGuard | None:
+def make_quality_guard(context: DistributedJob, config: Config) -> QualityGuard | None:
     """Returns the quality guard of a job of several ranks with an automatic plan or a loss budget, or if the user requested a
     guard; otherwise None."""
     has_budget = bool(config.max_loss or config.loss)
@@ -94,16 +94,16 @@ class QualityGuard:
         with all_or_none(self._groups, "comparing gradients"):
             if failure is not None:
                 raise failure
-            exact = None if self._piece is None else gradient_comparison.exact(worker, self._piece)
+            exact = None if self._piece is None else gradient_comparison.exact_gradients(worker, self._piece)
         if self._piece is not None and exact is not None:
-            sent = gradient_comparison.here(worker, self._piece, exact, self._groups, self._deadline_s)
+            sent = gradient_comparison.compare_on_node(worker, self._piece, exact, self._groups, self._deadline_s)
             if all(map(math.isfinite, sent)):
                 self._sent = self._sent.plus(sent, self._state.fade)
-            summed = gradient_comparison.everywhere(self._piece, exact, self._groups, self._deadline_s)
+            summed = gradient_comparison.compare_sums(self._piece, exact, self._groups, self._deadline_s)
         while self._losses:
             self._trend = self._trend.add(float(self._losses.popleft()))
         took_s = time.perf_counter() - begin_s
-        self.error = GradientError(self._sent, summed, self._trend.seen(), held_s + self._prepared_s + took_s,
+        self.error = GradientError(self._sent, summed, self._trend.measure_rise(), held_s + self._prepared_s + took_s,
                                     time.perf_counter() - self._begin_s)
         worker.counters.guard_s += took_s
 
@@ -111,7 +111,7 @@ class QualityGuard:
         """Determines whether all ranks compare in the next step, number `step`."""
         # A user's plan without a budget is not checked.
         idle = self._mode == "auto" and not self._by_budget and not self._context.terms.auto
-        self._compares = not idle and policy.due(self._state, step)
+        self._compares = not idle and policy.is_comparison_due(self._state, step)
 
     def prepare(self) -> None:
         """Prepares the comparison in the next step, if that step has one."""
@@ -152,31 +152,32 @@ class QualityGuard:
                                                          residual=self._state.mean_residual or 0.0))
         self._context.terms.floor = self._state.planner_floor if self.acts else self._context.terms.floor
         if complaint is not None:
-            self._context.say(f'{complaint.text}; the plan stays as the user set it (guard="act" would make its codecs '
-                              "finer)", logging.WARNING)
+            self._context.log_decision(f'{complaint.text}; the plan stays as the user set it (guard="act" would make its '
+                                       f'codecs '
+                                       "finer)", logging.WARNING)
         return change
 
-    def lifted(self, change: CodecChange) -> Plan | None:
+    def plan_at_floor(self, change: CodecChange) -> Plan | None:
         """Returns the base plan without codecs coarser than `change` allows; None if that is the active plan."""
         groups, worker = self._groups, self._context.worker
-        lifted = codec_floor.lift(self._base, change.after, len(groups.sites),
-                                  cuda=worker.device.type == "cuda")
+        lifted = codec_floor.raise_precision(self._base, change.after, len(groups.sites),
+                                             cuda=worker.device.type == "cuda")
         return None if lifted.buckets == self._plan.buckets else lifted
 
-    def entered(self, step: int, *, by_guard: bool = False) -> CodecChange | None:
+    def adapt_to_plan(self, step: int, *, by_guard: bool = False) -> CodecChange | None:
         """Adapts to a plan that became active. `by_guard`: True: the guard made its codecs finer or coarser. Returns a further
         change of codecs if earlier complaints require one."""
         if by_guard:
             self._trend = LossTrend()  # a loss takes many steps to fall, so only its rises from now on count
         levels = self._levels(self._base if by_guard else None)
-        self._state, change = policy.entered(self._state, levels, step, by_guard=by_guard, acts=self.acts)
+        self._state, change = policy.adapt_to_plan(self._state, levels, step, by_guard=by_guard, acts=self.acts)
         return change
 
     def _levels(self, base: Plan | None = None) -> PlanLevels:
         """Reads the compression levels of the active plan. `base`: the plan from which the guard made the active one finer."""
         plan, worker = self._context.plan, self._context.worker
         self._plan, self._base, self._sent, self._piece, self._compares = plan, base or plan, Dots(), None, False
-        self._watched = [] if plan.steps_locally else gradient_comparison.watched(plan, worker.job)
+        self._watched = [] if plan.steps_locally else gradient_comparison.compared_buckets(plan, worker.job)
         bounds = (0.0, 0.0) if self._by_budget else least_usual(self._watched)
         return PlanLevels(codec_floor.lowest(plan), codec_floor.lowest(self._base), bool(self._watched),
                           self._base.buckets != plan.buckets, *bounds, plan.overlap == "forward")

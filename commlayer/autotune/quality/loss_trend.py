@@ -41,7 +41,7 @@ class LossTrend(Record, frozen=True):
         near, far = self.near + fast * (loss - self.near), self.far + slow * (loss - self.far)
         return LossTrend(near, far, wobble, min(self.lowest, far), count)
 
-    def seen(self) -> LossRise:
+    def measure_rise(self) -> LossRise:
         if self.count < 1 / SLOW:
             return LossRise()
         lowest = max(abs(self.lowest), 1e-9)

@@ -198,10 +198,10 @@ class Complaint(NamedTuple):
 def begin(bounds: Bounds, plan: PlanLevels) -> QualityState:
     """Returns the guard's state before the first step. Plans are never coarser than the first one, nor than `bounds.lowest`."""
     bounds = structs.replace(bounds, lowest=min(bounds.lowest, plan.level))
-    return QualityState(_bounded(bounds, plan), plan, plan.level, plan.level)
+    return QualityState(_with_plan_bounds(bounds, plan), plan, plan.level, plan.level)
 
 
-def due(state: QualityState, now: int) -> bool:
+def is_comparison_due(state: QualityState, now: int) -> bool:
     """Returns whether all ranks compare compressed with exact gradients in step `now`."""
     # If all codecs were made exact there is no error to compare, but a coarser plan may be possible again.
     concerned = state.plan.compared or state.plan.finer
@@ -233,21 +233,21 @@ def decide(
         return state, None, None
     seen = worst([summed.fidelity(), *(row.sent.fidelity() for row in rows)])
     loss = LossRise(fmean(row.loss.rise for row in rows), fmean(row.loss.noise for row in rows))
-    state, complaint, draining = complaint_of(state, seen, loss)
+    state, complaint, draining = find_complaint(state, seen, loss)
     if acts:
-        return *_moved(state, complaint, draining=draining), None
+        return *_move_floor(state, complaint, draining=draining), None
     if complaint is None or complaint.kind in state.warned:
         return state, None, None
     return structs.replace(state, warned=state.warned | {complaint.kind}), None, complaint
 
 
-def entered(
+def adapt_to_plan(
     state: QualityState, plan: PlanLevels, now: int, *, by_guard: bool = False, acts: bool = False,
 ) -> tuple[QualityState, CodecChange | None]:
     """Adapts to another active plan, for which earlier comparisons do not count. A plan that the guard did not choose
     (`by_guard` is False) is made finer if earlier complaints require that."""
     state = structs.replace(
-        state, bounds=_bounded(state.bounds, plan), plan=plan, since=now, samples=0, compared=0, summed=Dots(),
+        state, bounds=_with_plan_bounds(state.bounds, plan), plan=plan, since=now, samples=0, compared=0, summed=Dots(),
         warned=frozenset(), mean_residual=None if by_guard else state.mean_residual,
         level=state.level if by_guard else plan.level)
     if by_guard:
@@ -260,7 +260,7 @@ def entered(
     return state, None
 
 
-def complaint_of(state: QualityState, seen: Fidelity, loss: LossRise) -> tuple[QualityState, Complaint | None, bool]:
+def find_complaint(state: QualityState, seen: Fidelity, loss: LossRise) -> tuple[QualityState, Complaint | None, bool]:
     """Returns the violated bound, if any, and whether a residual above its bound is shrinking."""
     mean, bounds = state.mean_residual, state.bounds
     if math.isfinite(seen.residual_ratio):
@@ -288,10 +288,10 @@ def complaint_of(state: QualityState, seen: Fidelity, loss: LossRise) -> tuple[Q
     return state, complaint, draining
 
 
-def _moved(state: QualityState, complaint: Complaint | None, *, draining: bool) -> tuple[QualityState, CodecChange | None]:
+def _move_floor(state: QualityState, complaint: Complaint | None, *, draining: bool) -> tuple[QualityState, CodecChange | None]:
     """Raises the floor after a complaint, and lowers it after many comparisons without one. Afterwards requests the floor as
     the level, or the plan's own level if the plan is finer than the floor."""
-    state = _raised(state) if complaint else _calmer(state)
+    state = _raise_floor(state) if complaint else _after_quiet_comparison(state)
     target = min(1.0, max(state.floor, state.plan.base_level, state.level if draining else 0.0))
     # Small moves do not justify a plan change, except after a complaint.
     if target == state.level or (complaint is None and abs(math.log(target / state.level)) < math.log(ALLOW) * 0.99):
@@ -301,7 +301,7 @@ def _moved(state: QualityState, complaint: Complaint | None, *, draining: bool) 
     return structs.replace(state, level=target), CodecChange(before, target, reason)
 
 
-def _raised(state: QualityState) -> QualityState:
+def _raise_floor(state: QualityState) -> QualityState:
     # Starts from the active level, not from a lower floor, so that raising the floor has an effect.
     floor = min(1.0, max(state.floor, state.level) * min(MOST_BACK_OFF, BACK_OFF * 2.0**state.complaints))
     patience = min(2 * state.patience, MOST_PATIENCE) if state.lowered else state.patience
@@ -309,7 +309,7 @@ def _raised(state: QualityState) -> QualityState:
                            complained=state.complained or floor > state.floor, floor=floor)
 
 
-def _calmer(state: QualityState) -> QualityState:
+def _after_quiet_comparison(state: QualityState) -> QualityState:
     if state.last_residual:
         return state
     if state.calm + 1 < state.patience or state.floor <= state.bounds.lowest:
@@ -330,6 +330,6 @@ def _scheduled(state: QualityState, rows: Sequence[GradientError], step_s: float
     return structs.replace(state, spent_s=spent_s, compare_at=state.compared_at + wait, elements=elements)
 
 
-def _bounded(bounds: Bounds, plan: PlanLevels) -> Bounds:
+def _with_plan_bounds(bounds: Bounds, plan: PlanLevels) -> Bounds:
     """Returns `bounds` with the plan's own bounds on cosine and residual, if the plan has any."""
     return structs.replace(bounds, cosine=plan.cosine, residual=plan.residual) if plan.cosine or plan.residual else bounds

@@ -26,7 +26,7 @@ from commlayer.autotune.start import reporting
 from commlayer.balance import Decision, LinearTime, Outcome, Sampler, SharePolicy
 from commlayer.balance.balancer import Event, describe
 from commlayer.balance.profile import LIMIT_S, WorkerProfile
-from commlayer.balance.sampler import lookahead_of
+from commlayer.balance.sampler import loader_lookahead
 from commlayer.balance.schedule import CHANGE_DELAY_STEPS
 from commlayer.engine.job.job import DistributedJob
 from commlayer.errors import CommError, InvalidInput
@@ -107,13 +107,13 @@ class LoadBalancer:
             raise InvalidInput("E-SHARES-ARGUMENT",
                                "profile: training follows measured times already, allowed: before its first step")
         measure = None if self._measure is None else partial(self._measure, self.sampler.step)
-        profiles, self._opening = worker_profiles.together(
+        profiles, self._opening = worker_profiles.profile_together(
             self.session, self.sampler, self._policy, model, loss_of, batches, limit_s=limit_s,
             measure=measure)
         self._line = self._opening.lines[self.sampler.rank]
         for note in self._opening.notes:
-            self._say(note)
-        self._say(self._opening.decision)
+            self._record_event(note)
+        self._record_event(self._opening.decision)
         return profiles
 
     def follow(self, loader: Iterable[Any], *, weigh: Callable[[Any], float] | None = None) -> Iterator[Any]:
@@ -122,7 +122,7 @@ class LoadBalancer:
             yield from self.sampler.follow(loader, self.session, weigh=weigh)
             return
         self._decide(self.sampler.step)  # before the loader draws, so that all batches are drawn with all decisions known
-        self._ahead = lookahead_of(loader) if self._lookahead is None else self._lookahead
+        self._ahead = loader_lookahead(loader) if self._lookahead is None else self._lookahead
         self._times.clear()
         self._samples.clear()
         first, number, begins = True, 0, True
@@ -136,7 +136,7 @@ class LoadBalancer:
                 first, begins = first and not last, last
                 yield batch
                 if last:
-                    self._step_over(step)
+                    self._after_skipped_step(step)
 
     @property
     def _steps(self) -> int:
@@ -151,7 +151,7 @@ class LoadBalancer:
                                                     "has: call attach() after the process group has been created")
         return job
 
-    def _step_over(self, step: int) -> None:
+    def _after_skipped_step(self, step: int) -> None:
         # After a local step that this rank's scaler has skipped. So all ranks receive reports and members in the same step.
         self.session.inspect.catch_up()
         self._follow_members(step)
@@ -169,7 +169,7 @@ class LoadBalancer:
         # Also covers queues between sampler and loop that were not declared.
         self._ahead = max(self._ahead, self.sampler.drawn - step - 1)
         self._decide(step + 1)
-        self._state, parts = policy.step_begins(self._state, step + 1)
+        self._state, parts = policy.apply_due_decisions(self._state, step + 1)
         for part in parts:
             reporting(self._job).shares_moved(part)
 
@@ -180,7 +180,7 @@ class LoadBalancer:
             self._state, self._from_step = None, step + 1 + CHANGE_DELAY_STEPS
             self._inbox.clear()
 
-    def _row(self) -> WorkerTime:
+    def _own_times(self) -> WorkerTime:
         """Returns this rank's times for the next report."""
         if self._state is None:
             return WorkerTime()
@@ -196,21 +196,21 @@ class LoadBalancer:
     def _decide(self, to_come: int) -> None:
         """Decides on shares from the received times. `to_come`: number of the next step to train."""
         while self._inbox and self._state is not None:
-            with self._explained():
+            with self._name_lost_peer():
                 self._state, decision, events = policy.decide(self._state, *self._inbox.popleft(), to_come)
             if decision is not None:
                 shares = {self._workers[rank]: share for rank, share in decision.by_worker.items()}
                 self.sampler.announce(decision.from_step, shares)
             for event in events:
-                self._say(event)
+                self._record_event(event)
 
-    def _say(self, event: Event) -> None:
+    def _record_event(self, event: Event) -> None:
         self.events.append(event)
         if isinstance(event, Decision | Outcome):
-            self.session.inspect.context.say(describe(event), logging.INFO)
+            self.session.inspect.context.log_decision(describe(event), logging.INFO)
 
     @contextlib.contextmanager
-    def _explained(self) -> Iterator[None]:
+    def _name_lost_peer(self) -> Iterator[None]:
         """Context manager that adds the lost peer, which the session knows, to an error of the exchange."""
         try:
             yield
@@ -226,10 +226,10 @@ class LoadBalancer:
         shares = {rank: shares.get(worker, 0) for rank, worker in enumerate(self._workers)} if sampler.workers else shares
         own = self._workers.index(sampler.rank) if sampler.rank in self._workers else sampler.rank
         line = self._line or LinearTime(1.0)
-        with self._explained():
+        with self._name_lost_peer():
             exchange.start(*RankStart(own, sampler.batch, sampler.cap, sampler.least, step, max(shares, default=0),
                                       self._line is not None, line.slope_s, line.intercept_s))
             rows = [RankStart(*row) for row in exchange.read()]
         state = policy.begin(rows, shares, from_step, policy=self._policy, opening=self._opening)
-        reporting(context).shares = ShareMover(self._row, self._receive)
+        reporting(context).shares = ShareMover(self._own_times, self._receive)
         return state

@@ -78,7 +78,7 @@ def decide(
     return state._replace(balancer=balancer, announced=announced), decision, events
 
 
-def step_begins(state: SharesState, step: int) -> tuple[SharesState, list[float]]:
+def apply_due_decisions(state: SharesState, step: int) -> tuple[SharesState, list[float]]:
     """Applies decisions that were announced for this step or an earlier one. Call it before a step is trained. Returns, for
     each decision, the fraction by which it changes a step's computing."""
     effective = list(itertools.takewhile(lambda decision: decision.from_step <= step, state.announced))

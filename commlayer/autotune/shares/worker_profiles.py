@@ -14,7 +14,7 @@ import torch.distributed as dist
 from msgspec import structs
 from torch import nn
 
-from commlayer.autotune.measure.batch_trial import BatchTrial, LossOf, batches_of
+from commlayer.autotune.measure.batch_trial import BatchTrial, LossOf, make_batch_function
 from commlayer.balance import Sampler, SharePolicy
 from commlayer.balance.assignment import TrainingSession
 from commlayer.balance.profile import InitialShares, WorkerProfile, initial_shares, ladder, profile
@@ -37,26 +37,26 @@ class BalancedSession(TrainingSession, Protocol):
     def inspect(self) -> Inspection: ...
 
 
-def together(
+def profile_together(
     session: BalancedSession, sampler: Sampler, policy: SharePolicy, model: nn.Module, loss_of: LossOf,
     batches: Any, *, limit_s: float, measure: Callable[[int], float] | None = None,
 ) -> tuple[list[WorkerProfile], InitialShares]:
     """Profiles all ranks. Returns every rank's profile and the first decision, and sets the sampler's cap and shares."""
     if not limit_s > 0:
         raise InvalidInput("E-SHARES-ARGUMENT", f"limit_s: got {limit_s}, allowed: more than 0 seconds")
-    trial = BatchTrial(model, loss_of, batches_of(batches), measure=measure, sharing=read_launch().local_world)
+    trial = BatchTrial(model, loss_of, make_batch_function(batches), measure=measure, sharing=read_launch().local_world)
 
     def run() -> WorkerProfile:
         end, most = time.monotonic() + limit_s, min(sampler.batch, sampler.cap or sampler.batch)
         try:
-            with session.no_sync(), trial.untouched(begun=session.step > 0):
+            with session.no_sync(), trial.preserve_state(begun=session.step > 0):
                 result = profile(trial, most, left_s=lambda: end - time.monotonic())
         except MemoryError:
             return WorkerProfile((), 0, True)
         return structs.replace(result, ended=result.ended or most < sampler.batch)  # a given cap counts as the memory limit
 
     if not dist.is_initialized() or dist.get_world_size() == 1:
-        profiles, first = [run()], _free(sampler)
+        profiles, first = [run()], _first_free_step(sampler)
     else:
         members = _members(session)
         with contextlib.closing(StepRows(GatheredRows(members, limit_s + SLACK_S), members)) as rows:
@@ -87,7 +87,7 @@ def _exchanged(
         raise
     times = dict(mine.points)
     try:
-        rows.start(sampler.rank, sampler.batch, FINISHED, _free(sampler), mine.cap, mine.ended,
+        rows.start(sampler.rank, sampler.batch, FINISHED, _first_free_step(sampler), mine.cap, mine.ended,
                    *(times.get(rung, 0.0) for rung in rungs))
         rows_read = rows.read()
     except CommError as error:
@@ -106,7 +106,7 @@ def _exchanged(
     return profiles, max(int(row[3]) for row in rows_read)
 
 
-def _free(sampler: Sampler) -> int:
+def _first_free_step(sampler: Sampler) -> int:
     """Returns the first step for which shares may be announced: not drawn yet, and after all announcements of a restored
     sampler."""
     return max(sampler.drawn, sampler.announced[0] + 1)

@@ -47,14 +47,14 @@ def estimate(
     """Estimate how much faster training is on these machines than on the fastest one alone."""
     from commlayer.cli import arguments
     from commlayer.cli.plan import report as plan_report
-    from commlayer.cli.plan.planned_job import planned_job, policy_of
+    from commlayer.cli.plan.planned_job import planned_job, policy_for_sync
     from commlayer.planner.baselines import Verdict, training_costs
     from commlayer.planner.convergence import measured_local_steps
     from commlayer.planner.data.tables import learning_rows
 
     server, price = arguments.server_price(server, steps)
     machines = arguments.cluster_named(cluster, nodes, homes, server)
-    policy = policy_of(sync, optimizer)
+    policy = policy_for_sync(sync, optimizer)
     if not policy.exact:  # as in a running job
         policy = structs.replace(policy, max_local_steps=measured_local_steps(learning_rows()))
     measured = arguments.profile_named(profile)
@@ -96,11 +96,11 @@ def create(
     """Write the plan with the shortest time to a loss, and its inputs in a file next to it."""
     from commlayer import plan_file, records
     from commlayer.cli import arguments
-    from commlayer.cli.plan.planned_job import planned_job, policy_of
+    from commlayer.cli.plan.planned_job import planned_job, policy_for_sync
     from commlayer.planner.model import NO_LIMIT
 
     check_out(out)
-    check_out(plan_file.sidecar(out))
+    check_out(plan_file.inputs_path(out))
     machines, measured = arguments.cluster_named(cluster, nodes, homes, server), arguments.profile_named(profile)
     for name in allow or ():
         if name not in ALLOWED:
@@ -108,11 +108,11 @@ def create(
     if sync == "step" and "staleness" in (allow or ()):
         raise InvalidInput("E-CLI-OPTION", "--sync step and --allow staleness contradict each other: remove one of them")
     policy = structs.replace(
-        policy_of(sync, optimizer), codecs=arguments.codecs_named(codec or [], measured),
+        policy_for_sync(sync, optimizer), codecs=arguments.codecs_named(codec or [], measured),
         max_loss=arguments.loss_part("--max-loss", max_loss) if max_loss else NO_LIMIT, forward="forward" in (allow or ()),
         staleness="staleness" in (allow or ()))
     planned = planned_job(model, machines, batch, optimizer, policy, measured, noise_scale, loss=loss, learning=learning)
-    beside = plan_file.sidecar(out)
+    beside = plan_file.inputs_path(out)
     write({beside: records.encode(planned.inputs).decode() + "\n", out: plan_file.written(planned.plan)})
     rows, gain = planned.alternatives()
     parts = planned.parts(rows, {}, table=arguments.learning_table(learning, measured), buckets=True)
@@ -129,14 +129,14 @@ def explain(
     """Explain a bucket: path, codec, cost and runner-up."""
     from commlayer import plan_file
     from commlayer.cli.plan import report as plan_report
-    from commlayer.planner.explanation import bucket_of
-    from commlayer.planner.explanation import explain as explained
+    from commlayer.planner.explanation import explain as with_explanation
+    from commlayer.planner.explanation import find_bucket
     from commlayer.planner.plan_rules import verify
 
-    record, inputs = plan_file.plan_in(plan), plan_file.inputs_of(plan)
+    record, inputs = plan_file.plan_in(plan), plan_file.read_plan_inputs(plan)
     if problems := verify(record, inputs.job):
         raise InvalidInput("E-PLAN-REFUSED", f"plan: {problems[0]}")
-    result = explained(record, bucket_of(record, inputs.job, bucket), inputs.job, inputs.cluster, *inputs.costs())
+    result = with_explanation(record, find_bucket(record, inputs.job, bucket), inputs.job, inputs.cluster, *inputs.costs())
     publish(Report(result, "", plan_report.explanation(result)), json)
 
 
@@ -151,8 +151,8 @@ def diff(
     from commlayer.cli.plan import report as plan_report
     from commlayer.planner.explanation import diff as differ
 
-    beside = plan_file.sidecar(before)
-    job = plan_file.inputs_of(before).job if beside.is_file() else None
+    beside = plan_file.inputs_path(before)
+    job = plan_file.read_plan_inputs(before).job if beside.is_file() else None
     result = differ(plan_file.plan_in(before), plan_file.plan_in(after), job)
     publish(Report(result, "", plan_report.difference(result, str(before), str(after))), json)
     raise typer.Exit(0 if result.equal else 1)
@@ -172,24 +172,24 @@ def whatif(
     from commlayer.cli.arguments import whole_numbers
     from commlayer.cli.plan import report as plan_report
     from commlayer.planner.baselines import what_if
-    from commlayer.planner.data.tables import at_job_speed
-    from commlayer.planner.inputs import nodes_of, rate_of
+    from commlayer.planner.data.tables import with_job_speeds
+    from commlayer.planner.inputs import parse_nodes, parse_rate
 
     values = {"--add": add, "--bandwidth": bandwidth, "--count": count, "--gpu": gpu}
     options = [name for name, value in values.items() if value]
     if len(options) != 1:
         raise InvalidInput("E-CLI-OPTION", "give exactly one of: --add LINE, --bandwidth RATES, --count COUNTS or --gpu "
                            f"NAMES; got {' and '.join(options) or 'none'}")
-    inputs = plan_file.inputs_of(plan)
+    inputs = plan_file.read_plan_inputs(plan)
     last = [node for node in inputs.cluster.nodes if node.ranks][-1]
     # New nodes are like the last one: behind NAT if the last one is.
-    grown = at_job_speed([structs.replace(node, server=last.server) for node in
-                          (nodes_of(add, first=len(inputs.cluster.nodes)) if add else ())], inputs.job.timing)
-    others = tuple(structs.replace(last, device=name) for name in _listed(gpu))
+    grown = with_job_speeds([structs.replace(node, server=last.server) for node in
+                             (parse_nodes(add, first=len(inputs.cluster.nodes)) if add else ())], inputs.job.timing)
+    others = tuple(structs.replace(last, device=name) for name in _split_list(gpu))
     curve = what_if(
         inputs.job, inputs.cluster, *inputs.costs((*grown, *others)), add_nodes=grown,
-        bandwidths=[rate_of(text) for text in _listed(bandwidth)],
-        counts=whole_numbers("--count", count, "2,4,8") if count else [], gpus=_listed(gpu),
+        bandwidths=[parse_rate(text) for text in _split_list(bandwidth)],
+        counts=whole_numbers("--count", count, "2,4,8") if count else [], gpus=_split_list(gpu),
     )
     publish(Report(curve, "", plan_report.curve(curve)), json)
 
@@ -204,11 +204,11 @@ def lint(
     from commlayer.errors import RecordError
     from commlayer.planner.plan_lint import lint as linted
 
-    problems, job, machines, costs = plan_file.misread(plan_file.text_of(plan, "plan").encode()), None, None, None
+    problems, job, machines, costs = plan_file.misread(plan_file.read_plan_text(plan, "plan").encode()), None, None, None
     plan_ = None if problems else plan_file.plan_in(plan)
     try:
-        if plan_file.sidecar(plan).is_file():
-            inputs = plan_file.inputs_of(plan)
+        if plan_file.inputs_path(plan).is_file():
+            inputs = plan_file.read_plan_inputs(plan)
             job, machines, costs = inputs.job, inputs.cluster, inputs.costs()[0]
     except RecordError as error:
         problems.append(str(error))
@@ -241,5 +241,5 @@ def _codec_problem(text: str) -> str:
     return ""
 
 
-def _listed(text: str) -> list[str]:
+def _split_list(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]

@@ -12,10 +12,10 @@ from commlayer.balance import LinearTime, loss_model, shares
 from commlayer.cli import arguments
 from commlayer.cli.output import Notes, Part
 from commlayer.cli.plan import report
-from commlayer.errors import InvalidInput, coded
+from commlayer.errors import InvalidInput, append_code
 from commlayer.plan_file import PlanFileInputs
 from commlayer.planner.baselines import Baseline, Gains, baselines, gains, noise_range, one_machine, planned_rows, verdict
-from commlayer.planner.data.tables import LearningTable, at_job_speed, gpus, learning_rows
+from commlayer.planner.data.tables import LearningTable, gpus, learning_rows, with_job_speeds
 from commlayer.planner.inputs import checked_inputs
 from commlayer.planner.memory import with_micro_batches
 from commlayer.planner.model import Cluster, Policy, Profile
@@ -55,7 +55,7 @@ class PlannedJob(NamedTuple):
     def headline(self, gain: Gains) -> str:
         if self.unfit is None:
             return verdict(gain)
-        return coded("E-PLAN-MEMORY", f"DOES NOT FIT: {self.unfit.why}: {self.unfit.remedy}")
+        return append_code("E-PLAN-MEMORY", f"DOES NOT FIT: {self.unfit.why}: {self.unfit.remedy}")
 
     def parts(self, rows: tuple[Baseline, ...], names: Mapping[str, str], steps: int = 0, *, table: LearningTable | None,
               buckets: bool, verbose: bool = False) -> Iterator[Part]:
@@ -74,11 +74,11 @@ class PlannedJob(NamedTuple):
             yield Notes("sources of the convergence factors", tuple(report.provenance(
                 job, self.policy.optimizer, cluster.ranks, self.plan, learning)))
         if buckets:
-            yield report.by_decision(self.plan, job)
+            yield report.decision_table(self.plan, job)
             yield from uncompressed_notices(self.plan, job)
 
 
-def policy_of(sync: str, optimizer: str) -> Policy:
+def policy_for_sync(sync: str, optimizer: str) -> Policy:
     if sync not in ("step", "auto"):
         raise InvalidInput("E-CLI-OPTION", f"--sync {sync}: allowed are step and auto")
     # sync="auto" never takes stale results.
@@ -97,13 +97,13 @@ def planned_job(model: str, machines: Cluster, batch: int | None, optimizer: str
             job = structs.replace(job, batch=job.batch or info.samples)
         devices = [node.device for node in machines.nodes if node.ranks and node.device in gpus()]
         job = with_micro_batches(job, devices, policy.optimizer)
-    machines = structs.replace(machines, nodes=at_job_speed(machines.nodes, job.timing))
+    machines = structs.replace(machines, nodes=with_job_speeds(machines.nodes, job.timing))
     shared, samples = _shares_by_speed(job, machines) if by_speed else (machines, ())
     inputs = PlanFileInputs(job, machines, profile, policy, loss_model.read(Path(loss)) if loss else None,
                             learning_rows(learning) if learning else ())
     search = PlanSearch(job, shared, *inputs.costs())
-    plan = search.explained(search.best(exact=policy.exact))
-    synchronous = None if report.is_synchronous(plan) else search.explained(search.best(exact=True))
+    plan = search.with_explanation(search.best(exact=policy.exact))
+    synchronous = None if report.is_synchronous(plan) else search.with_explanation(search.best(exact=True))
     assumptions = report.assumptions(model, job, machines, policy, samples, named=bool(optimizer))
     return PlannedJob(inputs, shared, samples, policy, plan, synchronous, report.unfit(job, machines, policy.optimizer),
                       tuple(assumptions))

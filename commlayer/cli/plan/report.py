@@ -8,7 +8,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from commlayer.cli.output import Part, Table, ms
-from commlayer.errors import listed
+from commlayer.errors import join_names
 from commlayer.observe.job.answers import amount
 from commlayer.planner.baselines import (
     ALONE,
@@ -32,22 +32,22 @@ from commlayer.planner.convergence import (
     SHORT_NUMEL,
     LearningRow,
     Recipe,
+    codec_class,
     excess,
-    group_of,
     kind_and_point,
     local_step_excess,
     measured_noise,
     one_worker_factor,
 )
 from commlayer.planner.data import load, models, tables
-from commlayer.planner.data.noise import law_of, noise_of
+from commlayer.planner.data.noise import find_noise, noise_law
 from commlayer.planner.data.tables import LAUNCH_S, LearningTable, gpu, gpus, job_limit, job_speed, peak_tflops, stream_bytes_s
 from commlayer.planner.explanation import Difference, Explanation, how_sent
-from commlayer.planner.memory import RESERVED_GBYTES, Memory, memory_of
+from commlayer.planner.memory import RESERVED_GBYTES, Memory, estimate_memory
 from commlayer.planner.model import Cluster, Node, Policy
-from commlayer.planner.plan_rules import codecs_of, sync_mode
+from commlayer.planner.plan_rules import bucket_codecs, sync_mode
 from commlayer.planner.simulation import Timeline
-from commlayer.records import Bucket, Job, Plan, Why
+from commlayer.records import Bucket, BucketReason, Job, Plan
 
 BAR = 12
 """Width in characters of the bar of a task's time."""
@@ -200,11 +200,11 @@ def factor_error(table: LearningTable | None, optimizer: str, job: Job) -> str:
 
 def provenance(job: Job, optimizer: str, workers: int, plan: Plan, rows: tuple[LearningRow, ...]) -> Iterator[str]:
     """Lines that name the sources of the convergence factors."""
-    noise, measured = noise_of(job) or measured_noise(rows, optimizer), max((row.numel for row in rows), default=0)
+    noise, measured = find_noise(job) or measured_noise(rows, optimizer), max((row.numel for row in rows), default=0)
     yield ("batch size: training takes 1 + noise scale / batch times the steps of an unlimited batch (McCandlish et al., "
            "1812.06162); "
            f"with a noise scale of {_short(noise)} batches, one worker alone needs "
-           f"{one_worker_factor(rows, optimizer, workers, noise_of(job), job.numel):.2f} x the steps of {workers}"
+           f"{one_worker_factor(rows, optimizer, workers, find_noise(job), job.numel):.2f} x the steps of {workers}"
            + ("; small models gain less than that law says, by our trainings" if 0 < measured < job.numel < LONG_NUMEL else ""))
     small = f"short runs of models of up to {measured:,} parameters at a constant learning rate"
     if not measured:
@@ -212,7 +212,7 @@ def provenance(job: Job, optimizer: str, workers: int, plan: Plan, rows: tuple[L
         return
     if plan.local_steps > 1 and job.numel > measured:
         local = local_step_excess(Recipe(optimizer, "updates", plan.local_steps, workers=workers, numel=job.numel,
-                                         noise=noise_of(job)))
+                                         noise=find_noise(job)))
         sources = []
         if job.numel < PUBLISHED_NUMEL:
             sources.append(f"to our trainings of 2,000 steps with up to {LONG_NUMEL / 1e6:g} M parameters, 2 to 8 workers and "
@@ -231,17 +231,17 @@ def provenance(job: Job, optimizer: str, workers: int, plan: Plan, rows: tuple[L
             "like the worse of the measured optimizers"
         yield f"{optimizer}: codecs and delays were not measured with it, so they count {like}"
     published = load("published", dict[str, str])
-    for codec in dict.fromkeys(codec for bucket in plan.buckets for codec in codecs_of(bucket)):
+    for codec in dict.fromkeys(codec for bucket in plan.buckets for codec in bucket_codecs(bucket)):
         kind = kind_and_point(codec, 1)[0]
-        if kind != DENSE and group_of(kind) in published:
+        if kind != DENSE and codec_class(kind) in published:
             own = excess(rows, codec, Recipe(optimizer, workers=workers))
             yield (f"{codec}: x {factor(1 + own.steps, 1 + own.high)} in every step of small models; published: "
-                   f"{published[group_of(kind)]}")
+                   f"{published[codec_class(kind)]}")
     if any(bucket.stale for bucket in plan.buckets):
         yield f"one step late, published: {published['late']}"
 
 
-def by_decision(plan: Plan, job: Job) -> Table:
+def decision_table(plan: Plan, job: Job) -> Table:
     """A table with one row per way of sending: all buckets that are sent in the same way share a row, which shows the largest
     of them."""
     alike: dict[str, list[Bucket]] = {}
@@ -269,7 +269,7 @@ def shortened(name: str) -> str:
 
 def explanation(result: Explanation) -> Iterator[Part]:
     bucket, why = result.bucket, result.bucket.why
-    yield f"bucket {bucket.id}: {bucket.numel:,} elements ({amount(4 * bucket.numel)}) of {listed(result.tensors, 6)}"
+    yield f"bucket {bucket.id}: {bucket.numel:,} elements ({amount(4 * bucket.numel)}) of {join_names(result.tensors, 6)}"
     yield f"sent as {how_sent(bucket)}" + (f", to server {bucket.server}" if bucket.served else "")
     if why is not None:
         yield f"because: {why.reason}"
@@ -290,11 +290,11 @@ def explanation(result: Explanation) -> Iterator[Part]:
          time_bar(span.start_s / end, span.end_s / end)] for span in result.spans])
 
 
-def with_runner_up(why: Why) -> str:
+def with_runner_up(why: BucketReason) -> str:
     """
-    >>> with_runner_up(Why(0.1, 8, "", "x", 0.003, 0.02)), with_runner_up(Why(0.1, 8, "", "x", 1e-9))
+    >>> with_runner_up(BucketReason(0.1, 8, "", "x", 0.003, 0.02)), with_runner_up(BucketReason(0.1, 8, "", "x", 1e-9))
     ('2 % more time to a loss, step 3.0 ms longer', 'same step time')
-    >>> with_runner_up(Why(0.1, 8, "", "x", -0.003, -0.02))
+    >>> with_runner_up(BucketReason(0.1, 8, "", "x", -0.003, -0.02))
     '2 % less time to a loss, too little to choose the coarser codec, step 3.0 ms shorter'
     """
     how = "shorter" if why.runner_up_s < 0 else "longer"
@@ -407,7 +407,7 @@ def _computing(model: str, job: Job, node: Node) -> str:
         source = "published times of a V100" if built_in else f"the times in {model}"
         precision = "FP32" if built_in else "the precision of the measurement"
         return f"{where} in {precision}, from {source}, converted by data sheets (FP32){own}"
-    counted = "" if models.preset_of(model) else f"counted from {model}, "
+    counted = "" if models.find_preset(model) else f"counted from {model}, "
     precision = gpu(where).precision if timing.half and where in gpus() else "FP32"
     return f"{where} in {precision}, {counted}{_limit(model, job, where) if known else 'as a V100'}{own}"
 
@@ -421,7 +421,7 @@ def _limit(model: str, job: Job, where: str) -> str:
         return f"limited by starting kernels, in {1e6 * LAUNCH_S:g} us each"
     if not job.timed.half:
         return "from published times of a V100, converted by data sheets"
-    if preset := models.preset_of(model):
+    if preset := models.find_preset(model):
         part = preset.utilisation
         return f"{part * peak:.3g} TFLOP/s: {part:.0%} of its data sheet's {peak:g}"
     return (f"{models.PRODUCTS * peak:.3g} TFLOP/s: {models.PRODUCTS:.0%} of its data sheet's {peak:g} (convolutions "
@@ -429,8 +429,8 @@ def _limit(model: str, job: Job, where: str) -> str:
 
 
 def _noise(model: str, job: Job, optimizer: str) -> str:
-    noise, info = noise_of(job), job.timed.model
-    law = law_of(info, job.numel)
+    noise, info = find_noise(job), job.timed.model
+    law = noise_law(info, job.numel)
     if not noise:
         small = measured_noise(tables.learning_rows(), optimizer)
         what = "unknown for adapters of a frozen model" if info and info.frozen > job.numel else "unknown for such a model"
@@ -438,7 +438,7 @@ def _noise(model: str, job: Job, optimizer: str) -> str:
                 'two workers, read session.metrics()["noise_scale"] (in batches), and set --noise-scale SAMPLES')
     batches = f"{_short(noise)} batches of one worker"
     if law is None or job.timed.noise_scale:
-        preset = models.preset_of(model)
+        preset = models.find_preset(model)
         published = preset is not None and preset.noise_scale == job.timed.noise_scale
         samples = f"{noise * job.batch:,.0f} samples{', as published' if published else ''}: " if job.batch else ""
         return f"{samples}{batches}"
@@ -447,11 +447,11 @@ def _noise(model: str, job: Job, optimizer: str) -> str:
 
 
 def _memory(job: Job, node: Node, optimizer: str) -> str:
-    memory = memory_of(job, node.device, optimizer)
+    memory = estimate_memory(job, node.device, optimizer)
     gbytes = {**memory.kept, "activations": memory.activations}
     parts = ", ".join(f"{name} {size:.1f}" for name, size in gbytes.items() if size)
     unknown = "" if memory.activations else "; activations are unknown"
-    sharded = memory_of(job, node.device, optimizer, node.ranks)
+    sharded = estimate_memory(job, node.device, optimizer, node.ranks)
     each = f"; {max(0.1, sharded.required):.1f} if FSDP2 shards the model over its {node.ranks} GPUs" if node.ranks > 1 else ""
     return f"{node.device} needs {max(0.1, memory.required):.1f} of {memory.available:g} GB ({parts}{unknown}){each}"
 
@@ -464,7 +464,7 @@ class Unfit(NamedTuple):
 def unfit(job: Job, cluster: Cluster, optimizer: str) -> Unfit | None:
     """Why the training does not fit into a machine's memory. Returns None if the job fits into the memory of all nodes."""
     for device, ranks in dict.fromkeys((n.device, n.ranks) for n in cluster.nodes if n.ranks and n.device in gpus()):
-        memory, sharded = memory_of(job, device, optimizer), memory_of(job, device, optimizer, ranks)
+        memory, sharded = estimate_memory(job, device, optimizer), estimate_memory(job, device, optimizer, ranks)
         if not memory.fits:
             once = " even with one sample at once" if job.batch == job.timed.micro_batches else ""
             return Unfit(f"this needs {memory.required:.1f} GB{once}, and {device} has {memory.available:g}, of which its "

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from commlayer.cli.options import Insecure, Keys
-from commlayer.cli.watch.top import LOOK_S, quiet_pipe, source_of
+from commlayer.cli.watch.top import LOOK_S, open_event_source, quiet_pipe
 
 
 def log(
@@ -23,7 +23,7 @@ def log(
     from commlayer.observe.job.story import Story
 
     story = Story()
-    with source_of(job, keys, insecure=insecure) as source, quiet_pipe(), contextlib.suppress(KeyboardInterrupt):
+    with open_event_source(job, keys, insecure=insecure) as source, quiet_pipe(), contextlib.suppress(KeyboardInterrupt):
         while True:
             for event in source.read():
                 for sentence in story.apply(event):

@@ -54,7 +54,7 @@ def top(
         if replay is not None:
             _replay(replay, at, once=once)
         else:
-            with source_of(job, keys, insecure=insecure) as source:
+            with open_event_source(job, keys, insecure=insecure) as source:
                 events = source.read()
                 if not events and (":" not in job or Path(job).exists()):
                     raise InvalidInput("E-EVENTS", f"{job}: has no events yet: start the job first, or {WHERE}")
@@ -62,7 +62,7 @@ def top(
 
 
 @contextlib.contextmanager
-def source_of(job: str, keys: str, *, insecure: bool) -> Iterator[EventClient | EventFiles]:
+def open_event_source(job: str, keys: str, *, insecure: bool) -> Iterator[EventClient | EventFiles]:
     """Where the events of a job are: at its coordinator, or in a folder."""
     if ":" not in job or Path(job).exists():
         from commlayer.observe.event_files import EventFiles
@@ -175,9 +175,9 @@ class _Lines:
         self._view, self.note, self._next = view, "", 0.0
 
     def event(self, event: Event) -> None:
-        from commlayer.cli.watch.top_screen import line_of
+        from commlayer.cli.watch.top_screen import event_line
 
-        if line := line_of(self._view, event):
+        if line := event_line(self._view, event):
             print(line)
 
     def state(self, now: float, *, last: bool = False) -> None:

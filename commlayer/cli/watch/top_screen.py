@@ -130,7 +130,7 @@ def _cells(row: WorkerRow, *, wide: bool) -> Iterator[RenderableType]:
     yield bar(row.exposed_s / row.step_s) if row.step_s else Text("-")
     yield f"{row.hidden_s / row.step_s:.0%}" if row.step_s else "-"
     for measured, planned in ((row.up, row.up_planned), (row.down, row.down_planned)):
-        yield megabits_of(measured) + (f"/{megabits_of(planned)}" if planned else "")
+        yield format_bytes_rate(measured) + (f"/{format_bytes_rate(planned)}" if planned else "")
     yield f"{row.share:.0%}" if row.share else "-"
     if wide:
         yield "-" if row.loss is None else f"{row.loss:.4g}"
@@ -146,7 +146,7 @@ def bar(exposed: float) -> Text:
     return Text.assemble(("█" * (BAR - waits), "green"), ("░" * waits, "yellow"), f" {exposed:.0%}")
 
 
-def megabits_of(bytes_per_s: float) -> str:
+def format_bytes_rate(bytes_per_s: float) -> str:
     return megabits(8 * bytes_per_s) if bytes_per_s else "-"
 
 
@@ -183,12 +183,14 @@ def worker_lines(view: JobView, now: float) -> Iterator[str]:
                          f"{row.hidden_s / row.step_s:.0%} hidden)")
         for way, measured, planned in (("up", row.up, row.up_planned), ("down", row.down, row.down_planned)):
             if measured:
-                parts.append(f"{way} {megabits_of(measured)}{f' of {megabits_of(planned)} planned' if planned else ''} Mb/s")
+                parts.append(f"{way} "
+                             f"{format_bytes_rate(measured)}{f' of {format_bytes_rate(planned)} planned' if planned else ''} "
+                             f"Mb/s")
         parts += [f"{row.share:.0%} of the batch"] if row.share else []
         yield ", ".join(parts)
 
 
-def line_of(view: JobView, event: Event) -> str:
+def event_line(view: JobView, event: Event) -> str:
     """Returns a line about an event that `view` has just applied, if readers of a pipe should see it; otherwise ""."""
     shown = bool(view.recent) and view.recent[-1] is event
     return f"{clock(event.time)} {view.words(event)}" if shown else ""

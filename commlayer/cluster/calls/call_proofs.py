@@ -78,7 +78,7 @@ class CallVerifier:
         return len(signature).to_bytes(LENGTH_NBYTES, "little") + signature
 
 
-class Known(NamedTuple):
+class ServerChallenge(NamedTuple):
     """What a client knows about its connection: the coordinator's challenge and, with keys, the coordinator's certificate."""
 
     challenge: bytes
@@ -92,7 +92,7 @@ class CallAuthenticator:
     def __init__(self, secret: str, call: Call, refused: Callable[[Exception], bool], keys: Keys | None = None) -> None:
         self._secret, self._call, self._refused, self._keys = secret, call, refused, keys
         self._channel = keys.own.fingerprint if keys else b""
-        self._known: Known | None = None
+        self._known: ServerChallenge | None = None
 
     def ask(self, method: str, body: bytes, timeout_s: float) -> bytes:
         """Makes a call and returns its verified reply. Thread-safe. Raises Refused if the coordinator's certificate is not of
@@ -130,14 +130,14 @@ class CallAuthenticator:
         """Ends the use of the current challenge: the next call fetches one first, and with keys checks who signs it."""
         self._known = None
 
-    def _greet(self, timeout_s: float) -> Known:
+    def _greet(self, timeout_s: float) -> ServerChallenge:
         nonce = new_nonce() if self._keys else b""
         challenge, signature, der = self._split(self._call(CHALLENGE, nonce, timeout_s), NONCE_NBYTES)
         if self._keys is None:
-            return Known(challenge, None)
+            return ServerChallenge(challenge, None)
         signer = signing_certificate(der, self._keys)
         check_signature(signer, signature, b"challenge", nonce, challenge, self._keys.own.fingerprint)
-        return Known(challenge, signer)
+        return ServerChallenge(challenge, signer)
 
     def _split(self, data: bytes, head_nbytes: int) -> tuple[bytes, bytes, bytes]:
         """Splits a reply into its first bytes, the signature (b"" without keys) and the rest."""

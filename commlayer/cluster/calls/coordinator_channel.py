@@ -175,7 +175,7 @@ class CoordinatorChannel:
                 if reply.plan_wanted:
                     continue
                 if reply.complete:
-                    if reply.epoch is not None and messages.digest_of(reply.plan) != reply.epoch.plan:
+                    if reply.epoch is not None and messages.hash_plan_bytes(reply.plan) != reply.epoch.plan:
                         raise CorruptFrame("sent a plan that does not match its digest", peer=self.peer)
                     return reply
                 line, since, limit_s = missing if "waiting" in missing else f"{missing}; waiting", begin, wait_s
@@ -203,7 +203,7 @@ class CoordinatorChannel:
             raise InvalidInput("E-PLAN-REFUSED",
                                f"the plan has {len(plan)} bytes, allowed {MAX_PLAN_NBYTES}: create a plan with "
                                "fewer, larger buckets")
-        digest = messages.digest_of(plan)
+        digest = messages.hash_plan_bytes(plan)
         for begin in range(0, len(plan), PART_NBYTES):
             part = messages.PlanPart(digest, len(plan), begin, plan[begin : begin + PART_NBYTES])
             self.call("PlanPart", part, HeartbeatReply, timeout_s)

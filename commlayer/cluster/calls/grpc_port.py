@@ -26,7 +26,7 @@ from commlayer.config import join_host
 from commlayer.errors import CommError
 from commlayer.transport.connection import close_channel, shut_down, track, tune_socket
 from commlayer.transport.endpoint import accept_connections, open_listener
-from commlayer.transport.flow.fair_share import ConnectionTable, FairShare, source_of
+from commlayer.transport.flow.fair_share import ConnectionTable, FairShare, address_source
 from commlayer.transport.grpc import stream_ends
 from commlayer.transport.grpc.event_loop import event_loop
 from commlayer.transport.grpc.library import grpc
@@ -138,7 +138,7 @@ class GrpcPort:
         TLS, or distrust() was called for the connection."""
         if self._keys is None:
             address = urllib.parse.unquote(peer.partition(":")[2])
-            return Caller(address, source_of(address.rpartition(":")[0].strip("[]")), None)
+            return Caller(address, address_source(address.rpartition(":")[0].strip("[]")), None)
         known = self._connection(peer)
         return Caller(known.address, known.certified.name, known.certified)
 

@@ -13,7 +13,7 @@ import threading
 import time
 
 from commlayer.config import Config, read_launch
-from commlayer.observe.caps import Caps, Month, caps_of, count_traffic
+from commlayer.observe.caps import Caps, Month, count_traffic, parse_caps
 from commlayer.transport.flow.traffic import TRAFFIC
 
 log = logging.getLogger("commlayer")
@@ -41,7 +41,7 @@ class HomeTraffic:
 
     def start(self, config: Config) -> None:
         """Begins to count in the file of the month. Raises InvalidInput for caps that are none."""
-        self._caps = caps_of(config.monthly, config.upload_share)
+        self._caps = parse_caps(config.monthly, config.upload_share)
         self._deadline_s, self._beats_s, self._workers = config.deadline_s, config.heartbeat_s, read_launch().local_world
         self.look()
         threading.Thread(target=self._loop, name="commlayer-traffic", daemon=True).start()
@@ -77,7 +77,7 @@ class HomeTraffic:
     def allowed_bps(self, link_bps: float, least_bps: float = 0.0) -> float:
         """Returns the rate at which the home may send now, if its link sends at `link_bps` (infinite: unknown). A monthly cap
         allows at least `least_bps`."""
-        here, used = self._month.here, self._month.used
+        here, used = self._month.local_time, self._month.used
         # Results arrive as an answer to what was sent, so a limit of uploads limits both directions.
         return min(link_bps * self._caps.share(here), max(least_bps, self.up_part * self._caps.monthly_bps(used, here)))
 
@@ -108,7 +108,7 @@ class HomeTraffic:
             return
         gradients_bps = states_bps = self.up_part * self._caps.last_bps(self._month.used)
         if self.is_limited:
-            share, link_bps = self._caps.share(self._month.here), self.link_bps or math.inf
+            share, link_bps = self._caps.share(self._month.local_time), self.link_bps or math.inf
             # Before the first exchange it is not known how long one would take.
             least_bps = self._workers * 8 * self.exchange_nbytes / (DEADLINE_SHARE * self._deadline_s) or math.inf
             allowed_bps = min(self.allowed_bps(link_bps, least_bps), gradients_bps)

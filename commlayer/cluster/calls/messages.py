@@ -13,7 +13,7 @@ from typing import Annotated, Literal, TypeVar
 
 import msgspec
 
-from commlayer.errors import CorruptFrame, coded, short_line
+from commlayer.errors import CorruptFrame, append_code, short_line
 from commlayer.observe.events import MAX_LINE_NBYTES
 from commlayer.records import MALFORMED, Epoch, Record, ServerInfo, complete
 
@@ -119,7 +119,7 @@ class Join(Record, frozen=True):
         return self.certificate or self.name
 
     @property
-    def who(self) -> str:
+    def label(self) -> str:
         """The process, for errors and logs."""
         return f"{self.owner} (pid {self.pid})"
 
@@ -380,7 +380,7 @@ def worker_request(
     """Creates this process's request to join as a worker. The plan is included only for rank 0, or if the rank is not fixed."""
     sent = plan if rank in (0, ANY) else b""
     return Join("worker", secrets.token_hex(8), socket.gethostname(), os.getpid(), PROTOCOL, version(), rank, world, node, job,
-                sent, plan_digest or digest_of(plan), outbound_only=outbound_only, elastic=elastic, site_world=site_world,
+                sent, plan_digest or hash_plan_bytes(plan), outbound_only=outbound_only, elastic=elastic, site_world=site_world,
                 gradients=gradients, tensors=tensors, elements=elements, must_match=dict(must_match))
 
 
@@ -393,7 +393,7 @@ def server_request(address: str, node: int = ANY, number: int = ANY, *, colocate
                 address=address, colocated=colocated, streams=streams)
 
 
-def digest_of(plan: bytes) -> str:
+def hash_plan_bytes(plan: bytes) -> str:
     """Returns the digest of a plan from its canonical bytes, equal to records.digest of the plan; "" for no plan."""
     return hashlib.sha256(plan).hexdigest()[:16] if plan else ""
 
@@ -413,11 +413,12 @@ def incompatible(registration: Join, version: str) -> str:
     """Returns the reason why a process with this software version cannot join; "" if it can. `version`: the job's; "" if not
     known."""
     if registration.protocol != PROTOCOL:
-        return coded("E-VERSION", f"uses control protocol {registration.protocol}, but the coordinator uses {PROTOCOL}: "
+        return append_code("E-VERSION", f"uses control protocol {registration.protocol}, but the coordinator uses {PROTOCOL}: "
                                   "install the same commlayer version everywhere")
     if version and registration.version != version:
-        return coded("E-VERSION",
-                     f"runs commlayer {registration.version}, but the job runs {version}: install the same version everywhere")
+        return append_code("E-VERSION",
+                           f"runs commlayer {registration.version}, but the job runs {version}: install the same version "
+                           f"everywhere")
     return ""
 
 
@@ -429,10 +430,10 @@ def names(reason: str, peer: str) -> bool:
     >>> names("PeerLost: worker 1 (ben): is gone", "worker 1"), names("PeerLost: worker 11: is gone", "worker 1")
     (True, False)
     """
-    return named_at(reason, peer) >= 0
+    return blame_position(reason, peer) >= 0
 
 
-def named_at(reason: str, peer: str) -> int:
+def blame_position(reason: str, peer: str) -> int:
     """Returns the position where `reason` names `peer` as its cause; -1 if it does not."""
     match = re.search(rf"\b{re.escape(peer)}( \([^()]*\))?: ", reason)
     return match.start() if match else -1

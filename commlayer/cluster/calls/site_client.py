@@ -89,7 +89,7 @@ class SiteLease:
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def meet(self, wait_s: float, answer_s: float = 0.0) -> messages.JoinReply:
+    def register_and_wait(self, wait_s: float, answer_s: float = 0.0) -> messages.JoinReply:
         """Registers the site and waits for its ranks, at most `wait_s`; for the coordinator's answer at most `answer_s`, 0: the
         setting join_deadline_s. See CoordinatorChannel.register."""
         reply = self._link.register(lambda waited_s: msgspec.structs.replace(self.request, waited_s=waited_s), wait_s,

@@ -24,7 +24,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from commlayer.cluster.keys.home_keys import ALLOWED_NAMES, NAME
 from commlayer.errors import InvalidInput
 from commlayer.files import sync, try_lock, write_whole
-from commlayer.transport.keys.key_folder import CA, CERTIFICATE, KEY, REVOKED, SERVICE, TOKEN, certificate_of
+from commlayer.transport.keys.key_folder import CA, CERTIFICATE, KEY, REVOKED, SERVICE, TOKEN, parse_peer_certificate
 
 CA_KEY, ISSUED, NODES = "ca.key", "issued", "nodes"
 CA_DAYS, NODE_DAYS, MOST_DAYS = 3650, 365, 3650
@@ -85,7 +85,7 @@ def add(folder: Path, name: str, days: int = NODE_DAYS, *, dials_only: bool = Fa
         own = ec.generate_private_key(ec.SECP256R1())
         certificate = renew(folder, key, authority, name, own.public_key(), days, dials_only=dials_only)
         # The CA records the certificate before handing it out, because an unrecorded certificate could not be revoked.
-        write_whole({record_of(folder, certificate): pem(certificate)}, durable=True)
+        write_whole({issued_file_path(folder, certificate): pem(certificate)}, durable=True)
         place = folder / NODES / name
         contents = {KEY: private(own), CERTIFICATE: pem(certificate), REVOKED: read(folder / REVOKED)} | shared
         make_folder(place, contents, ())
@@ -109,16 +109,16 @@ def check_name(name: str) -> None:
         raise InvalidInput("E-CLI-OPTION", f"node name: got {name!r}, {ALLOWED_NAMES}, for example gpu-2")
 
 
-def record_of(folder: Path, certificate: x509.Certificate) -> Path:
+def issued_file_path(folder: Path, certificate: x509.Certificate) -> Path:
     """Returns the file in which the CA records this certificate."""
-    return folder / ISSUED / f"{certificate_of(certificate).name}-{certificate.serial_number:x}.pem"
+    return folder / ISSUED / f"{parse_peer_certificate(certificate).name}-{certificate.serial_number:x}.pem"
 
 
 def revoke(folder: Path, name: str) -> int:
     """Permanently revokes all certificates of node `name`. Returns the number of certificates that were not revoked before."""
     with locked(folder):
         key, authority = load(folder)
-        certificates = issued(folder)
+        certificates = list_issued(folder)
         have = [one for one in certificates if one.name == name]
         if not have:
             names = ", ".join(sorted({one.name for one in certificates})) or "none"
@@ -130,7 +130,7 @@ def revoke(folder: Path, name: str) -> int:
         return len(new)
 
 
-def issued(folder: Path) -> list[Issued]:
+def list_issued(folder: Path) -> list[Issued]:
     """Returns all certificates that the CA has issued, sorted by node name; for each node, revoked certificates come first."""
     _, listed = _revocations(folder)
     rows = [parsed(path, lambda data: _issued(data, listed), "certificate that `commlayer keys add` made")
@@ -140,12 +140,12 @@ def issued(folder: Path) -> list[Issued]:
 
 def valid(folder: Path, name: str) -> list[Issued]:
     """Returns the node's certificates that are not revoked."""
-    return [one for one in issued(folder) if one.name == name and not one.revoked]
+    return [one for one in list_issued(folder) if one.name == name and not one.revoked]
 
 
 def _issued(data: bytes, listed: Mapping[int, datetime.datetime]) -> Issued:
     one = x509.load_pem_x509_certificate(data)
-    own = certificate_of(one)
+    own = parse_peer_certificate(one)
     return Issued(own.name, own.serial, one.not_valid_after_utc, own.serial in listed, own.dials_only)
 
 

@@ -36,10 +36,10 @@ from commlayer.errors import (
     Coded,
     CommError,
     Refused,
-    coded,
+    append_code,
     one_line,
 )
-from commlayer.transport.flow.fair_share import MinuteCounts, source_of
+from commlayer.transport.flow.fair_share import MinuteCounts, address_source
 from commlayer.transport.keys.key_folder import Keys
 from commlayer.transport.keys.secret import new_nonce
 from commlayer.transport.protocol import limit_wait
@@ -71,7 +71,7 @@ class EnrolmentServer:
 
     def serve(self, sock: socket.socket, where: str) -> str:
         """Runs one enrolment on a connection. Returns the reason of a refusal; "" if the home has its certificate."""
-        host, deadline = source_of(where.rpartition(":")[0]), time.monotonic() + ENROL_S
+        host, deadline = address_source(where.rpartition(":")[0]), time.monotonic() + ENROL_S
         try:
             if receive(sock, len(MAGIC), deadline) != MAGIC:
                 return "it began with an unknown request"
@@ -99,7 +99,7 @@ class EnrolmentServer:
                                                           (nonce, self._fingerprint))
             except (Coded, OSError) as error:
                 known = isinstance(error, Refused)
-                reason = str(error) if known else coded("E-KEYS", "the server cannot issue certificates now: see its log")
+                reason = str(error) if known else append_code("E-KEYS", "the server cannot issue certificates now: see its log")
                 send_record(tls, EnrolmentReply(reason), deadline)
                 return f"enrolment of {name}: {error}"
             send_record(tls, EnrolmentReply("", certificate, revoked, self._secret), deadline)

@@ -107,7 +107,7 @@ def invite(folder: Path, names: Sequence[str], hours: float = VALID_HOURS, *, ag
     with authority.locked(folder):
         _, ca = authority.load(folder)
         book, now = read_book(folder), time.time()
-        good = {one.name for one in authority.issued(folder) if not one.revoked and one.until.timestamp() > now}
+        good = {one.name for one in authority.list_issued(folder) if not one.revoked and one.until.timestamp() > now}
         if not again and not keep and (known := [name for name in names if name in good]):
             raise InvalidInput("E-KEYS", f"{known[0]} already has a certificate; --again makes an invitation that replaces and "
                                          "revokes it")
@@ -173,7 +173,7 @@ def redeem(folder: Path, name: str, csr: bytes, proof: bytes, binding: Sequence[
             used = msgspec.structs.replace(invitation, used=now, serial=f"{certificate.serial_number:x}")
             # One call: if the process dies between the two files, the certificate is recorded and the invitation still valid.
             book = msgspec.structs.replace(book, homes={**book.homes, name: used})
-            write_whole({authority.record_of(folder, certificate): authority.pem(certificate),
+            write_whole({authority.issued_file_path(folder, certificate): authority.pem(certificate),
                          folder / FILE: msgspec.json.encode(book)}, durable=True, mode=0o600)
         return authority.pem(certificate), authority.read(folder / REVOKED)
 
@@ -210,7 +210,7 @@ def _issued_before(folder: Path, name: str, invitation: Invitation, public: ec.E
     """Returns the certificate that the invitation was used for, if it has this public key and is not revoked."""
     path = folder / authority.ISSUED / f"{name}-{invitation.serial}.pem"
     certificate = authority.parsed(path, x509.load_pem_x509_certificate, "certificate")
-    revoked = {f"{one.serial:x}" for one in authority.issued(folder) if one.revoked}
+    revoked = {f"{one.serial:x}" for one in authority.list_issued(folder) if one.revoked}
     if invitation.serial in revoked or certificate.public_key() != public:
         raise Refused(f"the invitation of {name} was already used on {_when(invitation.used)}: join with the line without its "
                       f"token on the machine that used it, or ask for a new one (`commlayer keys invite {name} --again`)",

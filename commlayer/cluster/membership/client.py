@@ -75,7 +75,7 @@ class HeartbeatReport:
             fields |= {"events": batch.lines, "first_event": batch.cursor - len(batch.lines), "time_s": time.time()}
         return fields
 
-    def answered(self, round_trip_s: float) -> None:
+    def record_answer(self, round_trip_s: float) -> None:
         """Called when the coordinator has answered the last heartbeat."""
         self._acknowledged = self._sent.cursor
         self._round_trips_s.append(round_trip_s)
@@ -183,7 +183,7 @@ class Membership:
                          active_generation=self.active_generation, **self.report.next())
         begin = time.monotonic()
         pulse = self._channel.call("Heartbeat", beat, HeartbeatReply, timeout_s)
-        self.report.answered(time.monotonic() - begin)
+        self.report.record_answer(time.monotonic() - begin)
         return pulse
 
     def _beat(self) -> None:

@@ -40,12 +40,12 @@ from commlayer.cluster.membership.coordinator_journal import (
     CoordinatorRecord,
     resumed_state,
 )
-from commlayer.cluster.membership.job_events import JobEvents, log_of_job, waits_of
+from commlayer.cluster.membership.job_events import JobEvents, list_waits, log_of_job
 from commlayer.cluster.membership.rendezvous_service import RendezvousService
 from commlayer.cluster.membership.sites import AdmissionState, PendingWait
 from commlayer.cluster.membership.uploaded_plans import UploadedPlans
 from commlayer.config import Config
-from commlayer.errors import MAX_PEER_TEXT_CHARS, CorruptFrame, InvalidInput, coded, short_line, without_code
+from commlayer.errors import MAX_PEER_TEXT_CHARS, CorruptFrame, InvalidInput, append_code, short_line, without_code
 from commlayer.observe.event_log import EventLog
 from commlayer.records import Epoch, Record, ServerInfo
 from commlayer.transport import framing
@@ -144,9 +144,9 @@ class Coordinator:
             "Heartbeat": self._method("Heartbeat", messages.Heartbeat, self._heartbeat),
             "Watch": self._method("Watch", messages.WatchRequest, self._watch),
             "Leave": self._method("Leave", messages.Leave, self._leave),
-            "Status": self._method("Status", messages.StatusRequest, self._about),
+            "Status": self._method("Status", messages.StatusRequest, self._status_reply),
             "Events": self._method("Events", messages.EventsRequest, self._events),
-        }, [self._port.streams()], self._broke))
+        }, [self._port.streams()], self._protocol_error))
         self._ticker = threading.Thread(target=self._tick, name="commlayer-membership", daemon=True)
         self._ticker.start()
 
@@ -155,7 +155,7 @@ class Coordinator:
         return settings.reached_at(self._config.advertise, self._config.bind, self._port.number)
 
     @property
-    def near(self) -> str:
+    def local_address(self) -> str:
         """The address for processes on this machine. A public address may be unreachable from here: few routers send a packet
         back to the network that it came from."""
         bind = self._config.bind
@@ -232,7 +232,7 @@ class Coordinator:
         with self._lock:
             seen_s = {p.rank: p.seen_s for p in self._state.registrations.values() if p.join.kind == "worker" and p.present}
             still_s = membership.own_pause_s(self._state, time.monotonic())
-        self._rendezvous.supersede(request, seen_s, still_s)
+        self._rendezvous.replace_restarted_site(request, seen_s, still_s)
         self._end_departed()  # before the site registers, which counts the workers that are left
         reply = self._rendezvous.register(request)
         self._end_departed(finished=request.leave == messages.FINISHED)
@@ -259,7 +259,8 @@ class Coordinator:
 
     def _join(self, request: messages.Join) -> Record:
         if _revoked(request, self._revoked):  # since the handshake of its connection, which is about to be closed
-            return messages.JoinReply(coded("E-CERTIFICATE-REVOKED", f"the certificate of {request.certificate} was revoked"))
+            return messages.JoinReply(append_code("E-CERTIFICATE-REVOKED",
+                                                  f"the certificate of {request.certificate} was revoked"))
         if request.kind == "site":
             return self._register_site(request)
         with self._lock:
@@ -268,7 +269,7 @@ class Coordinator:
             is_registered = request.token in self._state.registrations
             if not self._embedded and not is_registered and (why := membership.failure(self._state)):
                 if request.kind == "worker" and request.rank >= self._state.workers > 0:  # it was to join the job that ended
-                    return messages.JoinReply(coded("E-JOB-ENDED", f"the job ended before this home joined "
+                    return messages.JoinReply(append_code("E-JOB-ENDED", f"the job ended before this home joined "
                                                                    f"({without_code(why)})"))
                 return messages.JoinReply(missing=(f"the previous job has ended ({without_code(why)}); the coordinator is "
                                                    "starting the next one"))
@@ -318,7 +319,7 @@ class Coordinator:
             self._set(membership.leave(self._state, request.token, request.reason, request.exchanges))
             return self._reply_to(request.token)  # a worker that has finished learns which peers have not
 
-    def _about(self, request: messages.StatusRequest) -> Record:
+    def _status_reply(self, request: messages.StatusRequest) -> Record:
         with self._lock:
             state, epoch = self._state, self._state.epoch
         present = [place for place in state.registrations.values() if place.present]
@@ -367,7 +368,7 @@ class Coordinator:
         with self._lock:
             state, now = self._state, time.monotonic()
         pending, dead_after_s = self._rendezvous.pending_waits(), self._config.dead_after_s
-        self.events.waits(waits_of(state, pending, now, begin, self._silent_s, dead_after_s, self._patience_s), now)
+        self.events.waits(list_waits(state, pending, now, begin, self._silent_s, dead_after_s, self._patience_s), now)
         if state.epoch is None:
             self.events.homes(self._rendezvous.homes())
 
@@ -411,7 +412,7 @@ class Coordinator:
             self._rendezvous.begin()  # first, since a journal with registrations must also have the sites' values
         if epoch is not None:
             if self._journal is not None:
-                self._journal.write(CoordinatorRecord(self.near, self._journal.token, state))
+                self._journal.write(CoordinatorRecord(self.local_address, self._journal.token, state))
             self._revision += 1
             event_loop().call_soon_threadsafe(self._end_watches)
         for token, place in state.registrations.items():
@@ -476,13 +477,13 @@ class Coordinator:
             where, name = suspect
             self._refusals.refused(where, f"its {name} call does not prove that the caller knows the job's secret")
 
-    def _broke(self, peer: str, error: CorruptFrame) -> str:
+    def _protocol_error(self, peer: str, error: CorruptFrame) -> str:
         """Returns the error for a caller that broke the protocol. The caller's connection is closed after the reply with the
         error."""
         where = self._port.where(peer)
         self._refusals.refused(where, error.what)
         self._port.distrust(peer)
-        return coded(error.code, f"{where}: {error.what}")
+        return append_code(error.code, f"{where}: {error.what}")
 
 
 def _revoked(request: messages.Join, serials: frozenset[int]) -> bool:

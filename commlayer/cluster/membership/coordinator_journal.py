@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from commlayer.cluster.calls.messages import StoreKey
-from commlayer.cluster.membership.kv_store import Row
+from commlayer.cluster.membership.kv_store import StoreRow
 from commlayer.cluster.membership.membership import Registration, State
 from commlayer.cluster.membership.sites import Sites
 from commlayer.cluster.processes.folder_lock import lock_folder
@@ -65,7 +65,7 @@ class CoordinatorJournal:
         self._over = False
         self.recovered: CoordinatorRecord | None = None
         self.sites: Sites | None = None
-        self.rows: Mapping[StoreKey, Row] = {}
+        self.rows: Mapping[StoreKey, StoreRow] = {}
         self.token = ""
         if self._path.exists():
             self._read()
@@ -87,13 +87,13 @@ class CoordinatorJournal:
                     self.recovered = msgspec.msgpack.decode(parts["job"], type=complete(CoordinatorRecord))
                 if "sites" in parts:
                     self.sites = msgspec.msgpack.decode(parts["sites"], type=complete(Sites))
-                self.rows = {(name, rank): msgspec.msgpack.decode(data, type=complete(Row))
+                self.rows = {(name, rank): msgspec.msgpack.decode(data, type=complete(StoreRow))
                              for name, rank, data in database.execute("SELECT name, rank, data FROM row ORDER BY rowid")}
         except (sqlite3.Error, InvalidInput, *MALFORMED) as error:
             self.recovered = None
             log.warning("journal %s cannot be read (%s): starting without it", self._path, one_line(error))
 
-    def begin(self, sites: Sites, rows: Mapping[StoreKey, Row]) -> None:
+    def begin(self, sites: Sites, rows: Mapping[StoreKey, StoreRow]) -> None:
         """Writes the sites and all rows of their key-value store, when the job begins or is resumed."""
         self._commit(("DELETE FROM row", ()), _replace("part", ("sites",), sites),
                      *(_replace("row", key, row) for key, row in rows.items()))
@@ -104,7 +104,7 @@ class CoordinatorJournal:
     def write_sites(self, sites: Sites) -> None:
         self._commit(_replace("part", ("sites",), sites))
 
-    def write_row(self, key: StoreKey, row: Row | None) -> None:
+    def write_row(self, key: StoreKey, row: StoreRow | None) -> None:
         """Writes a row of the key-value store; None: removes it."""
         self._commit(("DELETE FROM row WHERE name = ? AND rank = ?", key) if row is None else _replace("row", key, row))
 

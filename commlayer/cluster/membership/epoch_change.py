@@ -26,16 +26,16 @@ from commlayer.cluster.calls.messages import (
 from commlayer.cluster.membership.membership import (
     Registration,
     State,
-    conflict,
     evict,
     evict_workers,
     failure,
+    find_conflict,
     over,
     site_missing,
-    site_of,
+    site_workers,
 )
 from commlayer.cluster.membership.sites import AdmissionState, PendingWait, too_many
-from commlayer.errors import coded, without_code
+from commlayer.errors import append_code, without_code
 from commlayer.records import Epoch
 from commlayer.transport.protocol import SERVER_BASE
 
@@ -64,21 +64,21 @@ def next_epoch(state: State) -> State:
     epoch = msgspec.structs.replace(epoch, generation=epoch.generation + len(epoch.members) - len(stay), members=stay)
     places = {token: p if p.join.kind == "server" or p.present or p.removed_in else
               msgspec.structs.replace(p, removed_in=epoch.generation) for token, p in state.registrations.items()}
-    return msgspec.structs.replace(state, epoch=epoch, registrations=_kept(places, _known_by_all(state)))
+    return msgspec.structs.replace(state, epoch=epoch, registrations=_drop_old_registrations(places, _known_by_all(state)))
 
 
 def _without_broken_sites(state: State) -> State:
     """Evicts the other workers of sites that have lost one: they exchange together. A worker that has finished is not lost,
     since the others may finish a moment later."""
     for lost in [p for p in _workers(state).values() if p.dead or p.left not in ("", FINISHED)]:
-        if mates := [p.join.token for p in site_of(state, lost) if p.present]:
+        if mates := [p.join.token for p in site_workers(state, lost) if p.present]:
             why = without_code(lost.dead or f"left the job: {lost.left}")
             state = evict(state, mates, f"its home ({lost.join.owner}) has lost {lost.peer}: {why}",
                           silent=lost.silent)
     return state
 
 
-def _kept(places: Mapping[str, Registration], known_generation: int) -> dict[str, Registration]:
+def _drop_old_registrations(places: Mapping[str, Registration], known_generation: int) -> dict[str, Registration]:
     """Drops registrations of workers that left long ago. The last MAX_FORMER of them are kept."""
     former = sorted((p.removed_in, token) for token,
                     p in places.items() if 0 < p.removed_in <= known_generation)[:-MAX_FORMER]
@@ -159,7 +159,7 @@ def admission(state: State, now: float = 0.0, noticed_s: float = math.inf, patie
         return AdmissionState()
     seated = [workers[m.rank] for m in epoch.members]
     present, quiet = sum(p.present for p in seated), [p for p in seated if p.present and p.silent_s(now) > noticed_s]
-    size = present + _entering(state, node)
+    size = present + _count_registering(state, node)
     return msgspec.structs.replace(_closed(state, epoch, present, size), size=size, generation=epoch.generation,
                                    all_present=present == len(seated),
                                    retry_reason=_wait(state, seated, quiet, patience_s))
@@ -182,7 +182,7 @@ def _wait(state: State, seated: Sequence[Registration], silent: Sequence[Registr
     return ""
 
 
-def _entering(state: State, node: int) -> int:
+def _count_registering(state: State, node: int) -> int:
     """Returns the number of workers of sites that have registered some of their workers, but not yet all. `node`: a site that
     does not count."""
     epoch, workers = state.epoch, _workers(state)
@@ -220,20 +220,20 @@ def admit(state: State, request: Join, now: float) -> tuple[State, JoinReply]:
     problem, closed = incompatible(request, first.join.version), admission(state, node=request.node)
     if not problem and closed.closed_reason:
         why = closed.closed_reason.removesuffix("" if request.elastic else UNLESS)
-        problem = coded("E-JOB-FULL" if closed.full else "E-JOB-CLOSED", why)
+        problem = append_code("E-JOB-FULL" if closed.full else "E-JOB-CLOSED", why)
     elif not problem:
         problem = too_many(request.site_world, state.limit, closed)
     if not problem and not (request.elastic and state.workers <= request.rank < SERVER_BASE):
-        problem = coded("E-JOB-CLOSED", "the job has begun and admits only processes of `commlayer join`")
+        problem = append_code("E-JOB-CLOSED", "the job has begun and admits only processes of `commlayer join`")
     if not problem:
-        problem = next(filter(None, (conflict(request, p) for p in workers.values())), "")
+        problem = next(filter(None, (find_conflict(request, p) for p in workers.values())), "")
     if not problem and differs:
-        problem = coded("E-RANKS-DIFFER", differs[0])
+        problem = append_code("E-RANKS-DIFFER", differs[0])
     if problem:
-        return state, JoinReply(error=f"worker on {request.who}: {problem}")
+        return state, JoinReply(error=f"worker on {request.label}: {problem}")
     place = Registration(msgspec.structs.replace(request, plan=b""), request.rank, now)
     state = msgspec.structs.replace(state, registrations={**state.registrations, request.token: place})
-    site = [p for p in site_of(state, place) if p.present]
+    site = [p for p in site_workers(state, place) if p.present]
     if len(site) < request.site_world:
         return state, JoinReply(rank=request.rank, missing=site_missing(state, place))
     epoch = msgspec.structs.replace(epoch, generation=epoch.generation + len(site),

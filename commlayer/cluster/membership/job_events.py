@@ -143,8 +143,8 @@ def _member(place: Registration, state: MemberState) -> MemberEvent:
     return MemberEvent(member=place.peer, name=place.join.owner, state=state, reason=reason)
 
 
-def waits_of(state: State, pending: Sequence[PendingWait], now: float, since: float, noticed_s: float, dead_after_s: float,
-             patience_s: float) -> Iterator[WaitEvent]:
+def list_waits(state: State, pending: Sequence[PendingWait], now: float, since: float, noticed_s: float, dead_after_s: float,
+               patience_s: float) -> Iterator[WaitEvent]:
     """Yields what the job waits for now: processes that have not joined, members without heartbeats, and calls between homes.
 
     `since`: when the coordinator began to wait for processes. `noticed_s`: silence from which a member counts as silent; the

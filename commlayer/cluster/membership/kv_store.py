@@ -31,7 +31,7 @@ MAX_FOUND_NBYTES = MAX_REPLY_NBYTES - (1 << 20)
 """Maximum size of the values in one reply. The rest of the reply's limit is for its other fields."""
 
 
-class Row(Record, frozen=True):
+class StoreRow(Record, frozen=True):
     """The value of one key. A number is stored as text."""
 
     value: bytes
@@ -47,10 +47,10 @@ class KvStore:
     """Values and numbers by key. Call all methods in the event loop's thread. `save` is called with each changed row (None: the
     row was dropped), before any reader sees the change."""
 
-    def __init__(self, workers: Mapping[str, int] = {}, rows: Iterable[tuple[StoreKey, Row]] = ()) -> None:
+    def __init__(self, workers: Mapping[str, int] = {}, rows: Iterable[tuple[StoreKey, StoreRow]] = ()) -> None:
         """`workers`: see `allow`."""
-        self.save: Callable[[StoreKey, Row | None], None] = ignore
-        self.rows: dict[StoreKey, Row] = dict(rows)
+        self.save: Callable[[StoreKey, StoreRow | None], None] = ignore
+        self.rows: dict[StoreKey, StoreRow] = dict(rows)
         self.nbytes = Counter[str]()
         """Maps a site's token to the number of bytes that count against its share."""
         for key, row in self.rows.items():
@@ -82,12 +82,12 @@ class KvStore:
         """Sets or replaces values of the site `home`. Raises CorruptFrame if its share is used up; pairs before the one that
         exceeds it stay set."""
         for key, value in pairs:
-            self._change(home, key, Row(value, generation, home))
+            self._change(home, key, StoreRow(value, generation, home))
 
     def add(self, home: str, key: StoreKey, amount: int, once: str, generation: int = 1) -> int:
         """Adds `amount` to a number and returns the sum; the key's value is the sum as text. A repeated call with the same
         token `once` changes nothing, and returns the same sum."""
-        row = self.rows.get(key, Row(b"0", generation, home))
+        row = self.rows.get(key, StoreRow(b"0", generation, home))
         try:
             total = int(row.value)
         except ValueError:
@@ -98,7 +98,7 @@ class KvStore:
         _check_name(once)
         total += amount
         tokens = dict([*tokens.items(), (once, total)][-MAX_TOKENS * self.workers.get(home, 1) :])
-        row = Row(str(total).encode(), max(row.generation, generation), row.home, {**row.tokens, home: tokens})
+        row = StoreRow(str(total).encode(), max(row.generation, generation), row.home, {**row.tokens, home: tokens})
         self._change(home, key, row)
         return total
 
@@ -139,7 +139,7 @@ class KvStore:
                 if not readers:
                     del self._waiting[key]
 
-    def _change(self, home: str, key: StoreKey, row: Row) -> None:
+    def _change(self, home: str, key: StoreKey, row: StoreRow) -> None:
         """Sets a row, if the share of the site that writes allows it, and wakes the readers."""
         _check_name(key[0])
         grown = _charges(key, row)
@@ -170,7 +170,7 @@ def _check_name(name: str) -> None:
         raise CorruptFrame(f"sent a key of {nbytes} bytes, allowed {MAX_NAME_NBYTES}")
 
 
-def _charges(key: StoreKey, row: Row) -> Counter[str]:
+def _charges(key: StoreKey, row: StoreRow) -> Counter[str]:
     """Returns the bytes that a row counts, by site: the value for its owner, and tokens for those that added."""
     charges = Counter({row.home: KEY_NBYTES + len(key[0].encode()) + len(row.value)})
     for home, tokens in row.tokens.items():

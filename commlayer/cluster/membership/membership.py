@@ -22,13 +22,13 @@ from commlayer.cluster.calls.messages import (
     JoinReply,
     Overdue,
     PeerExit,
-    digest_of,
+    blame_position,
     dropped_by,
+    hash_plan_bytes,
     incompatible,
-    named_at,
     names,
 )
-from commlayer.errors import coded, listed, one_line, without_code
+from commlayer.errors import append_code, join_names, one_line, without_code
 from commlayer.records import Epoch, Member, Record, ServerInfo
 from commlayer.transport.protocol import SERVER_BASE
 
@@ -126,21 +126,21 @@ def join(state: State, request: Join, now: float) -> tuple[State, JoinReply]:
             return state, JoinReply(error=error)
         # A restarted server may present another certificate than the one that it registered with.
         renewed = msgspec.structs.replace(place.join, certificate=request.certificate, serial=request.serial)
-        state = _lives(_with(state, msgspec.structs.replace(place, seen_s=now, join=renewed)), place)
-        return state, _seat(state, place)
+        state = _record_alive(_with_registration(state, msgspec.structs.replace(place, seen_s=now, join=renewed)), place)
+        return state, _join_reply(state, place)
     problem = _problem(state, request)
     if problem:
         peer = request.kind if request.rank == ANY else f"{request.kind} {request.rank}"
-        line = f"{peer} on {request.who}: {problem}"
+        line = f"{peer} on {request.label}: {problem}"
         entries = tuple(entry for entry in state.refusals if entry[0] != peer)[-7:]
         return msgspec.structs.replace(state, refusals=(*entries, (peer, without_code(problem)))), JoinReply(error=line)
     if request.rank in (0, ANY) and request.plan_digest and not request.plan:
         return state, JoinReply(missing=missing(state), plan_wanted=True)
-    rank = request.rank if request.rank != ANY else _free(state, request.kind)
+    rank = request.rank if request.rank != ANY else _lowest_free_rank(state, request.kind)
     place = Registration(request, rank, now)
     workers = state.workers or request.world if request.kind == "worker" else state.workers
-    state = _completed(msgspec.structs.replace(_with(state, place), workers=workers))
-    return state, _seat(state, place)
+    state = _start_first_epoch(msgspec.structs.replace(_with_registration(state, place), workers=workers))
+    return state, _join_reply(state, place)
 
 
 def heartbeat(state: State, token: str, now: float, report: Heartbeat | None = None) -> tuple[State, HeartbeatReply]:
@@ -151,22 +151,23 @@ def heartbeat(state: State, token: str, now: float, report: Heartbeat | None = N
         return state, HeartbeatReply(unknown_token=True)
     parent = report.parent if report is not None else ""
     if place.present and parent == "ended" and state.epoch is not None:
-        place = msgspec.structs.replace(place, dead=f"{_silence(state, place, now)}; its machine reports that it has ended",
+        place = msgspec.structs.replace(place,
+                                        dead=f"{_describe_silence(state, place, now)}; its machine reports that it has ended",
                                          silent=True)
-        state = _with(state, place)
+        state = _with_registration(state, place)
     elif place.present and not parent:
         place = msgspec.structs.replace(place, seen_s=now)
         if report is not None:
             place = msgspec.structs.replace(
                 place, known_generation=max(place.known_generation, report.known_generation),
                 active_generation=max(place.active_generation, report.active_generation))
-        state = _lives(_with(state, place), place)
+        state = _record_alive(_with_registration(state, place), place)
     if report is not None and not parent:
-        state = _missed(state, token, report.missed, now)
+        state = _record_disconnected(state, token, report.missed, now)
         if place.join.kind == "server":
             state = _update(state, lambda p: p.join.kind == "worker" and p.peer in report.heard, heard_s=now)
             state = _update(state, lambda p: p.present and p.peer in report.ended, closed_cleanly=True)
-            state = _dropped(state, place, report.dropped) if place.present else state
+            state = _evict_protocol_breakers(state, place, report.dropped) if place.present else state
     return state, reply_to(state, token, 0 if report is None else report.generation)
 
 
@@ -209,11 +210,12 @@ def leave(state: State, token: str, reason: str, exchanges: int = -1) -> State:
     if place is None or not place.present:
         return state
     if state.epoch is None:
-        return _without(state, {token})
+        return _without_registrations(state, {token})
     culprits = [p for t, p in state.registrations.items() if t != token and names(reason, p.peer)]
-    first = min(culprits, key=lambda p: named_at(reason, p.peer), default=None)
+    first = min(culprits, key=lambda p: blame_position(reason, p.peer), default=None)
     blames = "" if first is None else first.peer if first.present else first.blamed_peer
-    return _with(state, msgspec.structs.replace(place, left=reason or FINISHED, exchanges=exchanges, blamed_peer=blames))
+    return _with_registration(state,
+                              msgspec.structs.replace(place, left=reason or FINISHED, exchanges=exchanges, blamed_peer=blames))
 
 
 def verdict_pending(state: State, place: Registration) -> bool:
@@ -226,7 +228,7 @@ def verdict_pending(state: State, place: Registration) -> bool:
     return bool(place.blamed_peer) and any(p.present and p.peer == place.blamed_peer for p in state.registrations.values())
 
 
-def _lives(state: State, place: Registration) -> State:
+def _record_alive(state: State, place: Registration) -> State:
     """Records that the process is alive, so peers that named it when they left had other reasons."""
     peer = place.peer
     if any(p.blamed_peer == peer for p in state.registrations.values()):
@@ -234,19 +236,19 @@ def _lives(state: State, place: Registration) -> State:
     return state
 
 
-def _missed(state: State, token: str, peers: tuple[str, ...], now: float) -> State:
+def _record_disconnected(state: State, token: str, peers: tuple[str, ...], now: float) -> State:
     """Records which peers this process currently reports as disconnected. Silence counts from the report: after an interruption
     the machine of a live process also closes the connection that broke, before the first heartbeat."""
     for p in list(state.registrations.values()):
         is_new = bool(peers) and p.peer in peers
         if is_new != (token in p.missed_by):
             others = tuple(t for t in p.missed_by if t != token)
-            state = _with(state, msgspec.structs.replace(p, missed_by=(*others, token) if is_new else others,
-                                                         heard_s=now if is_new else p.heard_s))
+            state = _with_registration(state, msgspec.structs.replace(p, missed_by=(*others, token) if is_new else others,
+                                                                      heard_s=now if is_new else p.heard_s))
     return state
 
 
-def _dropped(state: State, server: Registration, gone: tuple[PeerExit, ...]) -> State:
+def _evict_protocol_breakers(state: State, server: Registration, gone: tuple[PeerExit, ...]) -> State:
     """Evicts workers that a server has disconnected for breaking the protocol. Only a server's report counts, because only the
     server sees the bytes of that connection."""
     for one in gone:
@@ -272,14 +274,14 @@ def tick(state: State, now: float, dead_after_s: float, patience_s: float = 0.0,
     state = msgspec.structs.replace(state, registrations=places, ticked_s=now)
     silent = {t: p for t, p in places.items() if p.present and p.silent_s(now) >= dead_after_s}
     if state.epoch is None:
-        return _without(state, silent) if silent else state
+        return _without_registrations(state, silent) if silent else state
     workers = {t: p for t, p in places.items() if p.present and p.join.kind == "worker"}
     if all(p.closed_cleanly and now - p.seen_s >= ended_after_s for p in workers.values()):
         state = _update(state, lambda p: p.join.token in workers, left=FINISHED)
         silent = {t: p for t, p in silent.items() if t not in workers}
     for p in silent.values():
         if (p.missed_by and not p.join.restartable) or p.silent_s(now) >= patience_s:
-            state = _with(state, msgspec.structs.replace(p, dead=_silence(state, p, now), silent=True))
+            state = _with_registration(state, msgspec.structs.replace(p, dead=_describe_silence(state, p, now), silent=True))
     return state
 
 
@@ -289,22 +291,22 @@ def own_pause_s(state: State, now: float) -> float:
     return gap_s if gap_s > PAUSE_S else 0.0
 
 
-def _silence(state: State, p: Registration, now: float) -> str:
-    return f"no heartbeat for {now - p.seen_s:.1f} s from {_where(state, p)}: it was killed or stopped, or its network failed"
+def _describe_silence(state: State, p: Registration, now: float) -> str:
+    return f"no heartbeat for {now - p.seen_s:.1f} s from {_locate(state, p)}: it was killed or stopped, or its network failed"
 
 
 def mark_exited(state: State, name: str, pid: int) -> State:
     """Records that a process on machine `name` has exited without leaving the job. Its registrations are dead at once."""
     mine = [p for p in state.registrations.values() if p.present and (p.join.name, p.join.pid) == (name, pid)]
     return state if state.epoch is None or not mine else evict(
-        state, [p.join.token for p in mine], f"its process {mine[0].join.who} exited without leaving the job")
+        state, [p.join.token for p in mine], f"its process {mine[0].join.label} exited without leaving the job")
 
 
 def evict(state: State, tokens: Iterable[str], why: str, *, silent: bool = False) -> State:
     """Evicts these processes. Before the job begins their registrations are removed; after that they are dead. `silent`: see
     Registration."""
     chosen = {token for token in tokens if token in state.registrations and state.registrations[token].present}
-    return _without(state, chosen) if state.epoch is None else _update(
+    return _without_registrations(state, chosen) if state.epoch is None else _update(
         state, lambda p: p.join.token in chosen, dead=why, silent=silent)
 
 
@@ -345,7 +347,7 @@ def missing(state: State) -> str:
         joined_ranks = _ranks(state, kind)
         absent = [str(rank) for rank in range(total) if rank not in joined_ranks]
         if absent or (kind == "worker" and not total):
-            names = f"; missing: {one}{'s' if len(absent) > 1 else ''} {listed(absent, MAX_LISTED)}" if absent else ""
+            names = f"; missing: {one}{'s' if len(absent) > 1 else ''} {join_names(absent, MAX_LISTED)}" if absent else ""
             wanted = total or (f"at least {state.min_workers}" if state.min_workers else "?")
             parts.append(f"{len(joined_ranks)} of {wanted} {kind}{'' if total == 1 else 's'} joined{names}")
     seated = {p.peer for p in state.registrations.values()}
@@ -366,54 +368,60 @@ def _problem(state: State, request: Join) -> str:
     if problem := incompatible(request, next((p.join.version for p in state.registrations.values()), "")):
         return problem
     if state.epoch is not None:
-        return coded("E-JOB-CLOSED", f"the job has begun with {len(state.epoch.members)} workers; a running job admits no new "
-                     "members")
+        return append_code("E-JOB-CLOSED",
+                           f"the job has begun with {len(state.epoch.members)} workers; a running job admits no new "
+                           "members")
     if request.kind == "server" and request.dials_only:
-        return coded("E-CERTIFICATE-USE", f"{request.certificate} was made with --dials-only, so it may not be used by a "
+        return append_code("E-CERTIFICATE-USE", f"{request.certificate} was made with --dials-only, so it may not be used by a "
                                           "server: use another node's keys, or replace them with `commlayer keys add "
                                           f"{request.certificate} --again`")
     total = state.servers
     if request.kind == "worker":
         total = state.workers or request.world
         if not total:
-            return coded("E-WORKERS", "the number of workers is unknown: start the coordinator with commlayer serve "
-                         "--workers N or --min-workers N")
+            return append_code("E-WORKERS", "the number of workers is unknown: start the coordinator with commlayer serve "
+                               "--workers N or --min-workers N")
         if total > state.limit > 0:
-            return coded("E-WORKERS", f"expects {total} workers, allowed: at most {state.limit}: start the coordinator with a "
+            return append_code("E-WORKERS",
+                               f"expects {total} workers, allowed: at most {state.limit}: start the coordinator with a "
                                       "larger --workers")
         if request.world not in (0, total):
-            return coded("E-WORKERS", f"expects {request.world} workers, but the job has {total}: start all with the same "
+            return append_code("E-WORKERS",
+                               f"expects {request.world} workers, but the job has {total}: start all with the same "
                                       "world size, or with `commlayer join` on machines that accept no connections")
     if not 0 <= total <= SERVER_BASE:
-        return coded("E-WORKERS", f"the job has {total} {request.kind}s, allowed: 1 to {SERVER_BASE}")
+        return append_code("E-WORKERS", f"the job has {total} {request.kind}s, allowed: 1 to {SERVER_BASE}")
     if request.rank != ANY and not 0 <= request.rank < total:
-        return coded("E-RANK", f"rank {request.rank} is outside 0..{total - 1}")
+        return append_code("E-RANK", f"rank {request.rank} is outside 0..{total - 1}")
     peers = [p for p in state.registrations.values() if p.join.kind == request.kind]
     if request.rank == ANY and len(peers) >= total:
         remedy = ": start the coordinator with a larger --servers" if request.kind == "server" else ""
-        return coded("E-JOB-FULL", f"the job has its {total} {request.kind}s already{remedy}")
-    return next(filter(None, (conflict(request, p) for p in peers)), "")
+        return append_code("E-JOB-FULL", f"the job has its {total} {request.kind}s already{remedy}")
+    return next(filter(None, (find_conflict(request, p) for p in peers)), "")
 
 
-def conflict(request: Join, place: Registration) -> str:
+def find_conflict(request: Join, place: Registration) -> str:
     """Returns why the request conflicts with a registered process of the same kind; "" if it does not. The text does not reveal
     the other process's digests."""
     other = place.join
     if place.rank == request.rank:
-        return coded("E-RANK", f"rank {request.rank} is taken by {other.who}: give each {request.kind} a rank of its own")
+        return append_code("E-RANK",
+                           f"rank {request.rank} is taken by {other.label}: give each {request.kind} a rank of its own")
     if (other.job, other.gradients, other.tensors, other.elements) != \
             (request.job, request.gradients, request.tensors, request.elements):
         counts = "" if request.gradients == other.gradients else \
             f" ({request.gradients} trained tensors here, {other.gradients} there)"
-        return coded("E-RANKS-DIFFER", f"trains a different model than {place.peer} on {other.who}{counts}: names, shapes "
+        return append_code("E-RANKS-DIFFER",
+                           f"trains a different model than {place.peer} on {other.label}{counts}: names, shapes "
                                        "and order of the parameters must be equal")
     if request.plan_digest and other.plan_digest and request.plan_digest != other.plan_digest:
-        return coded("E-RANKS-DIFFER", f"has a different plan than {place.peer} on {other.who}: give all workers the same "
+        return append_code("E-RANKS-DIFFER",
+                           f"has a different plan than {place.peer} on {other.label}: give all workers the same "
                                        "plan")
     return ""
 
 
-def _completed(state: State) -> State:
+def _start_first_epoch(state: State) -> State:
     """Starts epoch 1 if all processes have joined. From then on the plan is in the state instead of the registrations."""
     if missing(state):
         return state
@@ -422,8 +430,8 @@ def _completed(state: State) -> State:
     members = tuple(p.member for p in workers)
     servers = _placed([p for p in seated if p.join.kind == "server"], workers)
     first = workers[0].join
-    run = digest_of("".join(sorted(state.registrations)).encode())  # tokens are random, so no two runs are equal
-    epoch = Epoch(1, members, servers, digest_of(first.plan), gradients=first.gradients, tensors=first.tensors,
+    run = hash_plan_bytes("".join(sorted(state.registrations)).encode())  # tokens are random, so no two runs are equal
+    epoch = Epoch(1, members, servers, hash_plan_bytes(first.plan), gradients=first.gradients, tensors=first.tensors,
                 elements=first.elements, run=run)
     places = {t: msgspec.structs.replace(p, join=msgspec.structs.replace(p.join, plan=b"")) for t,
               p in state.registrations.items()}
@@ -442,14 +450,14 @@ def _placed(servers: list[Registration], workers: list[Registration]) -> tuple[S
     return tuple(infos)
 
 
-def _seat(state: State, place: Registration) -> JoinReply:
+def _join_reply(state: State, place: Registration) -> JoinReply:
     if state.epoch is not None and not in_epoch(state, place):
         return JoinReply(rank=place.rank, missing=site_missing(state, place))
     return JoinReply(rank=place.rank, epoch=state.epoch, plan=state.plan,
                      missing="" if state.epoch is not None else missing(state))
 
 
-def site_of(state: State, place: Registration) -> list[Registration]:
+def site_workers(state: State, place: Registration) -> list[Registration]:
     """Returns the workers of a worker's site, itself included, in the order of their ranks."""
     mates = [p for p in state.registrations.values() if p.join.kind == "worker" and p.join.site_world > 1
              and p.join.node == place.join.node]
@@ -458,11 +466,11 @@ def site_of(state: State, place: Registration) -> list[Registration]:
 
 def site_missing(state: State, place: Registration) -> str:
     """Returns how many workers of a worker's site have joined, as text."""
-    here = sum(p.present for p in site_of(state, place))
+    here = sum(p.present for p in site_workers(state, place))
     return f"{here} of the {place.join.site_world} workers of this home have joined"
 
 
-def _free(state: State, kind: str) -> int:
+def _lowest_free_rank(state: State, kind: str) -> int:
     ranks = _ranks(state, kind)
     return next(rank for rank in range(len(ranks) + 1) if rank not in ranks)
 
@@ -477,11 +485,11 @@ def _update(state: State, chosen: Callable[[Registration], bool], **changes: Any
     return msgspec.structs.replace(state, registrations=places)
 
 
-def _with(state: State, place: Registration) -> State:
+def _with_registration(state: State, place: Registration) -> State:
     return msgspec.structs.replace(state, registrations={**state.registrations, place.join.token: place})
 
 
-def _without(state: State, tokens: Iterable[str]) -> State:
+def _without_registrations(state: State, tokens: Iterable[str]) -> State:
     gone = {*tokens}
     places = {t: p for t, p in state.registrations.items() if t not in gone}
     left = any(p.join.kind == "worker" for p in places.values())
@@ -489,7 +497,7 @@ def _without(state: State, tokens: Iterable[str]) -> State:
     return msgspec.structs.replace(state, registrations=places, workers=state.workers if left or not state.max_workers else 0)
 
 
-def _where(state: State, place: Registration) -> str:
-    """Returns the same text as Join.who, plus a server's node, since several processes may have the name of its machine."""
+def _locate(state: State, place: Registration) -> str:
+    """Returns the same text as Join.label, plus a server's node, since several processes may have the name of its machine."""
     servers = () if state.epoch is None or place.join.kind != "server" else state.epoch.servers
-    return next((f"{place.join.who} on node {s.node}" for s in servers if s.id == place.rank), place.join.who)
+    return next((f"{place.join.label} on node {s.node}" for s in servers if s.id == place.rank), place.join.label)

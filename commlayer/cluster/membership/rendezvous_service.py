@@ -19,9 +19,9 @@ from commlayer.cluster.calls.messages import ANY, MAX_KEYS, Join, JoinReply, KvR
 from commlayer.cluster.membership import sites
 from commlayer.cluster.membership.coordinator_journal import CoordinatorJournal
 from commlayer.cluster.membership.kv_store import KvStore
-from commlayer.cluster.membership.sites import AdmissionState, PendingWait, Site
+from commlayer.cluster.membership.sites import AdmissionState, PendingWait, RegisteredSite
 from commlayer.config import Config, notice_s
-from commlayer.errors import MAX_PEER_TEXT_CHARS, CorruptFrame, coded, short_line
+from commlayer.errors import MAX_PEER_TEXT_CHARS, CorruptFrame, append_code, short_line
 from commlayer.transport.handshake import RefusalLog
 from commlayer.transport.protocol import peer_name
 
@@ -81,7 +81,7 @@ class RendezvousService:
         """Why sites have left the running job, by the ranks of their workers."""
         return self._state.left
 
-    def supersede(self, request: Join, seen_s: Mapping[int, float], still_s: float = 0.0) -> None:
+    def replace_restarted_site(self, request: Join, seen_s: Mapping[int, float], still_s: float = 0.0) -> None:
         """If `request` comes from a restarted site, removes the site's previous registration. `seen_s`: maps a rank to the time
         of its last heartbeat. `still_s`: how long this process was stopped until now, so it could not receive heartbeats."""
         with self._lock:
@@ -109,7 +109,7 @@ class RendezvousService:
         store = self._store
         if (workers := _workers(self._state)) != store.workers:
             store.allow(workers)
-        store.put(request.home, () if self.never_written(request, ()) else request.put, request.generation)
+        store.put(request.home, () if self.find_lost_writers(request, ()) else request.put, request.generation)
         store.drop(request.drop)
         total = 0 if request.add is None else store.add(request.home, *request.add, request.generation)
         until = time.monotonic() + min(request.wait_s, MAX_WAIT_S)
@@ -117,7 +117,7 @@ class RendezvousService:
         while None in (values := store.values(request.want)):
             absent = [want for want, value in zip(request.want, values, strict=True) if value is None]
             self._record_waits(site, request, absent, begin_s)
-            never = self.never_written(request, absent)
+            never = self.find_lost_writers(request, absent)
             over = request.without and len(never) == len(absent)
             if over or (never and not request.without):  # `without`: writers that are present may still write
                 self._record_waits(site, request, (), begin_s)
@@ -139,14 +139,14 @@ class RendezvousService:
         self._record_waits(site, request, (), begin_s)
         return KvReply(values, "", total)
 
-    def never_written(self, request: KvRequest, absent: Sequence[StoreKey]) -> list[tuple[int, str]]:
+    def find_lost_writers(self, request: KvRequest, absent: Sequence[StoreKey]) -> list[tuple[int, str]]:
         """Returns lost writers of the `absent` keys, each with the reason. If the call needs all writers, returns those of all
         wanted keys, and nothing is written for the call: either all of its callers have written before the first loss, and all
         can read all values, or none can."""
         lost = {**self._state.left, **self._lost()}
         return [(rank, lost[rank]) for _, rank in (absent if request.without else request.want) if rank in lost]
 
-    def _write_problem(self, site: Site, request: KvRequest) -> str:
+    def _write_problem(self, site: RegisteredSite, request: KvRequest) -> str:
         """Returns why the site may not write or drop the request's keys; "" if it may. A key that names a rank belongs to that
         rank's site, from before its first write on. Any other key belongs to the site that wrote it first."""
         state = self._state
@@ -161,17 +161,18 @@ class RendezvousService:
                 why = f"it belongs to worker {rank}"
             elif rank == ANY and owner not in ("", request.home):
                 other = state.present.get(owner)
-                why = f"home {other.request.who if other else '(which has left)'} wrote it first"
+                why = f"home {other.request.label if other else '(which has left)'} wrote it first"
             else:
                 continue
             what = "add to" if adds else "change"
-            problem = coded("E-OWNER", f"home {site.request.who} may not {what} {short_line(name, 80)!r} at the coordinator: "
+            problem = append_code("E-OWNER",
+                                  f"home {site.request.label} may not {what} {short_line(name, 80)!r} at the coordinator: "
                                        f"{why}; use another key for each writer")
             self._refusals.denied(problem)
             return problem
         return ""
 
-    def _record_waits(self, site: Site, request: KvRequest, absent: Iterable[StoreKey], begin_s: float) -> None:
+    def _record_waits(self, site: RegisteredSite, request: KvRequest, absent: Iterable[StoreKey], begin_s: float) -> None:
         """Records that the caller's rank waits for the `absent` keys, and for no other key of this request. No site may report
         waits for another site's ranks."""
         # Without min_workers no worker is dropped for being slow.
@@ -239,7 +240,7 @@ class RendezvousService:
             state, now = self._state, self._clock()
             self._set(sites.tick(sites.reset_silence(state, now) if still_s else state, now, self._gone_s, ended))
 
-    def _record_contact(self, token: str) -> Site | None:
+    def _record_contact(self, token: str) -> RegisteredSite | None:
         """Records that a site has called, and returns the site. Returns None if the process is not part of this rendezvous."""
         with self._lock:
             if token in self._state.present:
@@ -250,11 +251,11 @@ class RendezvousService:
         """Returns why the site is not part of this rendezvous."""
         return self._state.former.get(token, sites.RESTARTED)
 
-    def _excluded_reason(self, site: Site) -> str:
+    def _excluded_reason(self, site: RegisteredSite) -> str:
         """Returns why the site may not write; "" if it may. A site whose rank was evicted may not, because the other ranks have
         continued without that rank. Only some of them would read a value that the site writes now."""
         lost = self._lost() if self._min_workers else {}
-        return next((coded("E-PEER-LOST", f"worker {rank}: {lost[rank]}") for rank in site.ranks if rank in lost), "")
+        return next((append_code("E-PEER-LOST", f"worker {rank}: {lost[rank]}") for rank in site.ranks if rank in lost), "")
 
     def _set(self, state: sites.Sites) -> None:
         """Replaces the state of the sites by `state`. Logs sites that have joined or left, and writes them to the journal once
@@ -264,11 +265,11 @@ class RendezvousService:
             if token not in before.present:
                 news = f"joins {sites.workers_text(site.world - site.request.world)}" if site.world else \
                     sites.missing(state) or f"all {state.workers} workers have joined"
-                log.info("%s registered: %s", site.request.who, news)
+                log.info("%s registered: %s", site.request.label, news)
         if before.workers < state.workers < state.max_workers:
             log.info("starting with %s; homes can join until there are %d", sites.workers_text(state.workers),
                      state.max_workers)
-        reasons = [state.former.get(token, f"{site.request.who} has left") for token, site in before.present.items()
+        reasons = [state.former.get(token, f"{site.request.label} has left") for token, site in before.present.items()
                    if token not in state.present]
         for why in dict.fromkeys(reasons):
             log.log(logging.INFO if state.begun else logging.WARNING, "%s",

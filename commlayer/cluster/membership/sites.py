@@ -15,7 +15,7 @@ from typing import NamedTuple
 import msgspec
 
 from commlayer.cluster.calls.messages import ANY, STARTING, Join, JoinReply, incompatible
-from commlayer.errors import coded
+from commlayer.errors import append_code
 from commlayer.records import Record
 from commlayer.transport.protocol import SERVER_BASE
 
@@ -25,12 +25,13 @@ MAX_FORMER = 64
 """Maximum number of departed sites that are remembered, so they can be sent the reason."""
 
 
-RESTARTED = coded("E-RENDEZVOUS-ENDED",
-                  "the coordinator was restarted without a journal (commlayer serve --journal), so all homes must be started "
-                  "again")
+RESTARTED = append_code("E-RENDEZVOUS-ENDED",
+                        "the coordinator was restarted without a journal (commlayer serve --journal), so all homes must be "
+                        "started "
+                        "again")
 
 
-class Site(Record, frozen=True):
+class RegisteredSite(Record, frozen=True):
     request: Join
     seen_s: float
     first: int = ANY
@@ -66,7 +67,7 @@ class Sites(Record, frozen=True):
     """State of all sites. `max_workers`: the largest number of workers; 0 if not known, and then sites cannot register."""
 
     max_workers: int = 0
-    present: Mapping[str, Site] = msgspec.field(default_factory=dict)
+    present: Mapping[str, RegisteredSite] = msgspec.field(default_factory=dict)
     """Sites by token, in order of arrival."""
     arrived_s: float = 0.0
     """When the last site registered, before the job began."""
@@ -116,20 +117,22 @@ def register(state: Sites, request: Join, now: float, admission: AdmissionState 
             admission.retry_reason or (admission.closed_reason and admission.all_present and request.waited_s < grace_s)):
         return state, JoinReply(missing=admission.retry_reason or admission.closed_reason)
     elif state.begun and request.waited_s < grace_s and (namesakes := _namesakes(state, request)):
-        return state, JoinReply(missing=f"the job is running with {state.present[namesakes[0]].request.who}, which may be this "
+        return state, JoinReply(missing=f"the job is running with {state.present[namesakes[0]].request.label}, which may be "
+                                f"this "
                                         "home's previous process")
     elif problem := _problem(state, request, admission):
-        return state, JoinReply(error=f"home {request.who}: {problem}")
+        return state, JoinReply(error=f"home {request.label}: {problem}")
     elif state.ranks_assigned and not state.begun:
         return state, JoinReply(missing=f"{workers_text(state.workers)} {'is' if state.workers == 1 else 'are'} starting; this "
                                         "home joins the running job")
     elif state.begun:
         number = state.workers + state.numbers
-        site = Site(request, now, number, number, admission.size + request.world)
+        site = RegisteredSite(request, now, number, number, admission.size + request.world)
         state = msgspec.structs.replace(state, present={**state.present, request.token: site},
                                         numbers=state.numbers + request.world)
     else:
-        state = msgspec.structs.replace(state, present={**state.present, request.token: Site(request, now)}, arrived_s=now)
+        state = msgspec.structs.replace(state, present={**state.present, request.token: RegisteredSite(request, now)},
+                                        arrived_s=now)
         state = assign(state, now)
     site = state.present[request.token]
     return state, JoinReply(missing=missing(state), rank=site.first, world=site.world or state.workers, node=site.node,
@@ -154,15 +157,15 @@ def remove(state: Sites, site: str, why: str) -> Sites:
         return state
     one, remaining = state.present[site], {token: h for token, h in state.present.items() if token != site}
     if state.begun:
-        reason = f"its home {one.request.who} {why}"
+        reason = f"its home {one.request.label} {why}"
         return msgspec.structs.replace(state, present=remaining, left={**state.left, **dict.fromkeys(one.ranks, reason)},
-                                       former=_kept({**state.former, site: reason}))
+                                       former=_newest_former({**state.former, site: reason}))
     if not state.ranks_assigned:
         return msgspec.structs.replace(state, present=remaining)
     remedy = "the others join again by themselves" if state.min_workers else "start all homes again"
-    reason = coded("E-RENDEZVOUS-ENDED", f"home {one.request.who} {why}; {remedy}")
+    reason = append_code("E-RENDEZVOUS-ENDED", f"home {one.request.label} {why}; {remedy}")
     former = {**state.former, **dict.fromkeys(state.present, reason)}
-    return msgspec.structs.replace(state, present={}, workers=0, former=_kept(former))
+    return msgspec.structs.replace(state, present={}, workers=0, former=_newest_former(former))
 
 
 def predecessor(state: Sites, request: Join, now: float, silence_s: float, seen_s: Mapping[int, float]) -> str:
@@ -227,7 +230,7 @@ def workers_text(count: int) -> str:
     return f"{count} worker{'' if count == 1 else 's'}"
 
 
-def _kept(former: Mapping[str, str]) -> dict[str, str]:
+def _newest_former(former: Mapping[str, str]) -> dict[str, str]:
     return dict(list(former.items())[-MAX_FORMER:])
 
 
@@ -235,33 +238,37 @@ def _problem(state: Sites, request: Join, admission: AdmissionState) -> str:
     if problem := incompatible(request, state.version or next((h.request.version for h in state.present.values()), "")):
         return problem
     if not state.max_workers:
-        return coded("E-WORKERS", "the coordinator does not know how many workers to wait for: start it with commlayer serve "
-                     "--workers N or --min-workers N")
+        return append_code("E-WORKERS",
+                           "the coordinator does not know how many workers to wait for: start it with commlayer serve "
+                           "--workers N or --min-workers N")
     if state.begun:
         return _late(state, request, admission)
     free_seats = state.max_workers - count(state)
     if not 1 <= request.world <= free_seats:
-        names = ", ".join(h.request.who for h in state.present.values())
-        return coded("E-WORKERS",
-                     f"has {request.world} workers, but only {free_seats} of the job's {state.max_workers} are missing "
-                     f"(present: {names or 'none'}): start the coordinator with a larger --workers, or this home with fewer")
+        names = ", ".join(h.request.label for h in state.present.values())
+        return append_code("E-WORKERS",
+                           f"has {request.world} workers, but only {free_seats} of the job's {state.max_workers} are missing "
+                           f"(present: {names or 'none'}): start the coordinator with a larger --workers, or this home with "
+                           f"fewer")
     if request.rank != ANY and not 0 <= request.rank < state.max_workers:
-        return coded("E-RANK", f"requests --node-rank {request.rank}, allowed: 0 to {state.max_workers - 1}")
+        return append_code("E-RANK", f"requests --node-rank {request.rank}, allowed: 0 to {state.max_workers - 1}")
     other = next((h for h in state.present.values() if request.rank not in (ANY,) and h.request.rank == request.rank), None)
     if other is None:
         return ""
-    return coded("E-RANK", f"requests --node-rank {request.rank}, which {other.request.who} already has: use a different "
+    return append_code("E-RANK",
+                       f"requests --node-rank {request.rank}, which {other.request.label} already has: use a different "
                            "--node-rank for each home")
 
 
 def _late(state: Sites, request: Join, admission: AdmissionState) -> str:
     """Returns why a site that joins a running job is refused; "" if it is not."""
     if why := closed_reason(state, admission):
-        return why if why == RESTARTED else coded("E-JOB-FULL" if admission.full else "E-JOB-CLOSED", why)
+        return why if why == RESTARTED else append_code("E-JOB-FULL" if admission.full else "E-JOB-CLOSED", why)
     if problem := too_many(request.world, state.max_workers, admission):
         return problem
     if state.workers + state.numbers + request.world > SERVER_BASE:
-        return coded("E-JOB-FULL", "the job has used up all rank numbers, since too many workers have joined and left: start "
+        return append_code("E-JOB-FULL",
+                           "the job has used up all rank numbers, since too many workers have joined and left: start "
                                    "a new job")
     return ""
 
@@ -269,7 +276,8 @@ def _late(state: Sites, request: Join, admission: AdmissionState) -> str:
 def too_many(workers: int, limit: int, admission: AdmissionState) -> str:
     """Returns why a running job of at most `limit` workers has no place for a site with so many `workers`; "" if it has."""
     left = limit - admission.size
-    return "" if workers <= left else coded("E-WORKERS", f"has {workers} workers, but only {left} of the job's {limit} are "
+    return "" if workers <= left else append_code("E-WORKERS",
+                                                  f"has {workers} workers, but only {left} of the job's {limit} are "
                                                          "missing: start this home with fewer")
 
 
@@ -290,7 +298,7 @@ def assign(state: Sites, now: float) -> Sites:
         return state
     if here < state.max_workers and now < state.arrived_s + state.last_call_s:
         return state
-    placed, first = dict[str, Site](), 0
+    placed, first = dict[str, RegisteredSite](), 0
     for node, token in enumerate(_in_order(state.present)):
         site = state.present[token]
         placed[token] = msgspec.structs.replace(site, first=first, node=node)
@@ -298,7 +306,7 @@ def assign(state: Sites, now: float) -> Sites:
     return msgspec.structs.replace(state, present=placed, workers=here)
 
 
-def _in_order(present: Mapping[str, Site]) -> list[str]:
+def _in_order(present: Mapping[str, RegisteredSite]) -> list[str]:
     """Returns the tokens of sites in order. Sites that request an index get it if there are enough sites; the others fill the
     gaps in order of arrival."""
     order = [token for token, h in present.items() if h.request.rank == ANY]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from commlayer.cluster.calls.messages import MAX_PLAN_NBYTES, PlanPart, digest_of
+from commlayer.cluster.calls.messages import MAX_PLAN_NBYTES, PlanPart, hash_plan_bytes
 from commlayer.errors import CorruptFrame
 
 MOST = 2
@@ -31,7 +31,7 @@ class UploadedPlans:
         if sum(map(len, chunks.values())) >= part.nbytes:
             del self._chunks[part.plan_digest]
             data = b"".join(data for _, data in sorted(chunks.items()))
-            if digest_of(data) != part.plan_digest:
+            if hash_plan_bytes(data) != part.plan_digest:
                 raise CorruptFrame("sent a plan that does not match its digest")
             self._whole[part.plan_digest] = data
         for plans in (self._chunks, self._whole):

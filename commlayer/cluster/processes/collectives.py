@@ -111,7 +111,7 @@ class Groups:
                 channel.allow(steps * self.timeout_s + self._patience_s)
 
     @property
-    def firsts(self) -> list[int]:
+    def first_ranks(self) -> list[int]:
         """The first rank of each node."""
         return [site[0] for site in self.sites]
 

@@ -114,7 +114,7 @@ class Members:
         """Whether members can connect to each other. Ranks at different sites cannot: their collectives pass through the
         coordinator, and suit only small or rare data."""
 
-    def tell(self, data: bytes, deadline_s: float, what: str) -> list[bytes]:
+    def exchange_bytes(self, data: bytes, deadline_s: float, what: str) -> list[bytes]:
         """Exchanges one byte string per rank; returns them in rank order. A collective call."""
         return exchange(distributed_c10d._get_default_store(), self.ranks, self.rank, data, deadline_s, what)
 
@@ -146,7 +146,7 @@ class Members:
             yield
         except CommError as error:
             if error.peer == ANY_PEER:
-                self.tell(b"", deadline_s, error.what)
+                self.exchange_bytes(b"", deadline_s, error.what)
             raise
 
     @contextlib.contextmanager
@@ -159,7 +159,7 @@ class Members:
         one rank, which do not communicate.
         """
         mine = max(len(distributed_c10d._world.pg_names), _group_numbers.get(self.ranks, 0) + 1)
-        counts = [int.from_bytes(row[:8], "little") for row in self.tell(mine.to_bytes(8, "little"), timeout_s, what)]
+        counts = [int.from_bytes(row[:8], "little") for row in self.exchange_bytes(mine.to_bytes(8, "little"), timeout_s, what)]
         if far := [str(rank) for rank, count in zip(self.ranks, counts, strict=True) if count > mine + MAX_MORE_GROUPS]:
             raise CommError(f"has created {max(counts)} process groups, but this rank {mine}; they may differ by "
                             f"{MAX_MORE_GROUPS}", peer=f"rank {', '.join(far)}", code="E-SIZE")

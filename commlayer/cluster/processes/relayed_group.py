@@ -133,7 +133,8 @@ class RelayedGroup(_ProcessGroup):  # type: ignore[misc]
     def broadcast(self, tensors: Any, opts: Any = None) -> RelayWork:
         x, root = _one(tensors), int(getattr(opts, "rootRank", 0))
         check = layout.check(x, f"rank {self._ranks[root]}")
-        return self._start_collective("broadcast", [x], lambda rows: [check(_read(self._of(rows, root), x))], x, only=root,
+        return self._start_collective("broadcast", [x], lambda rows: [check(_read(self._require_row(rows, root), x))], x,
+                                      only=root,
                                       successor_sends=True)
 
     def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None) -> RelayWork:
@@ -167,19 +168,19 @@ class RelayedGroup(_ProcessGroup):  # type: ignore[misc]
     def reduce(self, tensors: Any, opts: Any = None) -> RelayWork:
         x = _one(tensors)
         if int(getattr(opts, "rootRank", 0)) != self._mine:
-            return self._start_collective("reduce", [], _nothing, x)
+            return self._start_collective("reduce", [], _no_result, x)
         return self._start_collective("reduce", [x], functools.partial(self._reduced, _op(opts), x), x)
 
     def gather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None) -> RelayWork:
         x = _one(inputs)
         if not outputs:
-            return self._start_collective("gather", [], _nothing, x, every=True)
+            return self._start_collective("gather", [], _no_result, x, every=True)
         return self._start_collective("gather", outputs[0], lambda rows: [_read(row, x) for row in rows], x, every=True)
 
     def scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any = None) -> RelayWork:
         x, root = _one(outputs), int(getattr(opts, "rootRank", 0))
         stacked = torch.stack(inputs[0]) if inputs else x.new_empty(self.size(), *x.shape)
-        return self._start_collective("scatter", [x], lambda rows: [_read(self._of(rows, root), stacked)[self._mine]],
+        return self._start_collective("scatter", [x], lambda rows: [_read(self._require_row(rows, root), stacked)[self._mine]],
                             stacked, only=root)
 
     def barrier(self, opts: Any = None) -> RelayWork:
@@ -187,7 +188,7 @@ class RelayedGroup(_ProcessGroup):  # type: ignore[misc]
         if self.paused_reason:
             (work := RelayWork("barrier", self.timeout_s)).end()
             return work
-        return self._start_collective("barrier", [], _nothing, torch.zeros(1, dtype=torch.uint8))
+        return self._start_collective("barrier", [], _no_result, torch.zeros(1, dtype=torch.uint8))
 
     def shutdown(self) -> None:
         """Ends the group's thread after the collectives that have been called so far."""
@@ -308,7 +309,7 @@ class RelayedGroup(_ProcessGroup):  # type: ignore[misc]
     def _key(self, part: int, member: int) -> StoreKey:
         return f"{self._place}/{part}", self._ranks[member]
 
-    def _of(self, rows: Rows, root: int) -> bytes:
+    def _require_row(self, rows: Rows, root: int) -> bytes:
         if (row := rows[root]) is None:
             raise CommError("left without sending its data", peer=f"rank {root}")
         return row
@@ -372,7 +373,7 @@ _REDUCE: dict[Any, Callable[[torch.Tensor, torch.Tensor], Any]] = {
 }
 
 
-def _nothing(_: Rows) -> Sequence[torch.Tensor]:
+def _no_result(_: Rows) -> Sequence[torch.Tensor]:
     return ()
 
 

@@ -40,15 +40,15 @@ Failed = Callable[[], BaseException | None]
 """Polled during a wait; an error that it returns is raised."""
 
 
-def number_of(what: str) -> float:
+def section_number(what: str) -> float:
     """Returns the number of a section in rows."""
     return float(zlib.crc32(what.encode()))
 
 
-def numbers_of(rows: Iterable[Sequence[float]], section: str) -> list[list[float]]:
+def section_values(rows: Iterable[Sequence[float]], section: str) -> list[list[float]]:
     """Returns the numbers of a section in rows that other ranks have sent; empty if they lack it. `section`: see
     StepRows.section."""
-    found, number = [], number_of(f"exchange of {section}")
+    found, number = [], section_number(f"exchange of {section}")
     for row in rows:
         at = 0
         while at + HEAD <= len(row):
@@ -234,7 +234,7 @@ class Section:
 
     def __init__(self, rows: StepRows, what: str, *, stays: bool) -> None:
         self._rows, self.what, self.stays = rows, f"exchange of {what}", stays
-        self.number = number_of(self.what)
+        self.number = section_number(self.what)
         self._row: _Row | None = None
 
     def start(self, *numbers: float) -> None:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from commlayer.cluster.calls.home_traffic import HOME
-from commlayer.config import JOIN_AGAIN, Launch, judged_s, leave_note, read_config, read_launch
+from commlayer.config import JOIN_AGAIN, Launch, continue_wait_s, leave_reason_file, read_config, read_launch
 from commlayer.errors import Coded, CommError, InvalidInput
 from commlayer.observe.log_lines import LogLines
 
@@ -50,7 +50,7 @@ def begin_world(launch: Launch, inside: str, timeout_s: float = 0.0) -> None:
     site_process_group.init_world(KvClient(config.join, config, launch.home, generation), launch.rank, launch.world,
                      range(first, first + launch.local_world), inside=inside, timeout_s=timeout_s or config.deadline_s,
                      skip_lost=leave, paused_reason=AHEAD if launch.joins >= 0 else "",
-                     patience_s=judged_s(config) if leave else 0.0)
+                     patience_s=continue_wait_s(config) if leave else 0.0)
 
 
 def main() -> None:
@@ -91,8 +91,8 @@ def line_for(error: BaseException) -> str:
 
 
 def _run(script: str, args: list[str]) -> None:
-    tell()
-    _stand_in()
+    show_log_lines()
+    _replace_torch_functions()
     if read_launch().joins >= 0:
         _ddp_alone()
     sys.argv = [script, *args]
@@ -105,7 +105,7 @@ def _end_with(parent: int) -> None:
     their children ignore SIGINT. This function restores the default, so that the launcher's SIGINT ends the process."""
     def interrupt(*_: Any) -> None:
         with contextlib.suppress(OSError):
-            raise KeyboardInterrupt(leave_note(parent).read_text())
+            raise KeyboardInterrupt(leave_reason_file(parent).read_text())
         raise KeyboardInterrupt
 
     signal.signal(signal.SIGINT, interrupt)
@@ -124,7 +124,7 @@ class _Unheard(LogLines):
         super().emit(record)
 
 
-def tell() -> None:
+def show_log_lines() -> None:
     """Prints commlayer's log lines for the user who started the home. A script's own logging configuration takes precedence."""
     handler = _Unheard("commlayer")
     _LOG.addHandler(handler)
@@ -134,7 +134,7 @@ def tell() -> None:
     _LOG.addFilter(lambda record: not root.handlers or record.levelno >= root.level)
 
 
-def _stand_in() -> None:
+def _replace_torch_functions() -> None:
     """Replaces torch's functions that create process groups or send objects, in every module from which scripts import them."""
     import torch.distributed as dist
     from torch.distributed import device_mesh, distributed_c10d
@@ -143,7 +143,7 @@ def _stand_in() -> None:
 
     object_collectives.install(relayed_group.NAME)
     for name, replacement in (("init_process_group", _init), ("new_group", _new_group)):
-        wrapper = _in_place_of(getattr(dist, name), replacement)
+        wrapper = _wrap_constructor(getattr(dist, name), replacement)
         for module in (dist, distributed_c10d, device_mesh):
             setattr(module, name, wrapper)
 
@@ -165,7 +165,7 @@ def _ddp_alone() -> None:
     DistributedDataParallel.__init__ = construct  # type: ignore[method-assign]
 
 
-def _in_place_of(known: Callable[..., Any], construct: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_constructor(known: Callable[..., Any], construct: Callable[..., Any]) -> Callable[..., Any]:
     return functools.wraps(known)(functools.partial(construct, known))
 
 

@@ -116,7 +116,7 @@ def _take_home_groups() -> list[Callable[[Mapping[int, int]], None]]:
     known = distributed_c10d._world
     tables: list[dict[Any, Any]] = [known.pg_map, known.pg_names, known.pg_backend_config, known.pg_to_tag]
     of_home = [group for group, ranks in known.pg_group_ranks.items()
-               if group is not dist.group.WORLD and group not in _groups and _at_home(ranks)]
+               if group is not dist.group.WORLD and group not in _groups and _all_in_own_home(ranks)]
 
     def take(group: Any) -> Callable[[Mapping[int, int]], None]:
         rows, ranks = [table.pop(group) for table in tables], known.pg_group_ranks.pop(group)
@@ -143,7 +143,7 @@ def _with_own_store(helper: Callable[..., Any], *args: Any, **more: Any) -> Any:
     """Creates a group as torch does. A group inside this home gets the home's own store."""
     call = inspect.signature(helper).bind(*args, **more)
     ranks = call.arguments["global_ranks_in_group"]
-    if ranks and is_relayed() and _at_home(ranks):
+    if ranks and is_relayed() and _all_in_own_home(ranks):
         call.arguments["store"] = PrefixStore(_worlds[-1].name, _worlds[-1].inside_store)
     return helper(*call.args, **call.kwargs)
 
@@ -224,10 +224,10 @@ def backend_for(ranks: Iterable[int], wanted: str | None) -> str | None:
     through the coordinator, only groups inside one machine use sockets; all others are relayed, too."""
     if not is_relayed():
         return wanted
-    return (wanted if wanted not in (None, NAME) else _worlds[-1].inside) if _at_home(ranks) else NAME
+    return (wanted if wanted not in (None, NAME) else _worlds[-1].inside) if _all_in_own_home(ranks) else NAME
 
 
-def _at_home(ranks: Iterable[int]) -> bool:
+def _all_in_own_home(ranks: Iterable[int]) -> bool:
     return {_worlds[-1].ids[rank] for rank in ranks} <= _worlds[-1].home
 
 

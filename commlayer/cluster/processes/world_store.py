@@ -42,7 +42,7 @@ class WorldStore(_Store):  # type: ignore[misc]
         return self.multi_get([key])[0]
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
-        return [value or b"" for value in self._all(keys, self._timeout_s)]
+        return [value or b"" for value in self._read_all(keys, self._timeout_s)]
 
     def multi_set(self, keys: list[str], values: list[str | bytes]) -> None:
         for key, value in zip(keys, values, strict=True):
@@ -63,9 +63,9 @@ class WorldStore(_Store):  # type: ignore[misc]
     """The name of delete_key in torch's C++ code."""
 
     def wait(self, keys: list[str], timeout: datetime.timedelta | None = None) -> None:
-        self._all(keys, self._timeout_s if timeout is None else timeout.total_seconds())
+        self._read_all(keys, self._timeout_s if timeout is None else timeout.total_seconds())
 
-    def _all(self, keys: list[str], timeout_s: float) -> tuple[bytes | None, ...]:
+    def _read_all(self, keys: list[str], timeout_s: float) -> tuple[bytes | None, ...]:
         values = self._read(keys, time.monotonic() + timeout_s, rank=self._rank, limit_s=timeout_s)
         if None in values:
             missing = [key for key, value in zip(keys, values, strict=True) if value is None]

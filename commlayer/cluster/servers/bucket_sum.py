@@ -41,7 +41,7 @@ def divided_afterwards(assumed: float, weight: float, *, corrected: bool = True)
     return Division(min(ratio, MOST_SHARE) if corrected else ratio, ratio)
 
 
-def breach_of(message: Message, what: str, code: str = "") -> CorruptFrame:
+def corrupt_frame(message: Message, what: str, code: str = "") -> CorruptFrame:
     return CorruptFrame(what, peer=peer_name(message.peer), step=message.header.step, bucket=message.header.bucket, code=code)
 
 
@@ -132,7 +132,7 @@ class BucketSum:
         self.sum = RoundSum(step, r)
 
     @property
-    def first_ahead(self) -> int:
+    def first_pending_step(self) -> int:
         """The first step whose result is still to come; 0 if the next contribution decides."""
         return self.sum.step if self.sum.open else self.awaited or 0
 
@@ -153,7 +153,7 @@ class BucketSum:
         self.joining = {member: number for member, number in self.joining.items() if member not in gone}
         self.followers = {key: request for key, request in self.followers.items() if request.sender not in gone}
 
-    def following(self) -> Message | None:
+    def take_next_contribution(self) -> Message | None:
         """Takes the contribution that is added next, in member order. Returns None if the contribution has not arrived."""
         early, handled = self.sum.early, self.sum.handled
         if not early:
@@ -195,7 +195,7 @@ class BucketSum:
     def contributors(self) -> set[int]:
         return {*self.sum.handled, *self.sum.early} if self.sum.open else set()
 
-    def out(self, step: int, r: int) -> memoryview:
+    def result_buffer(self, step: int, r: int) -> memoryview:
         slot = (step % KEPT_STEPS, r)
         if len(self.outs.get(slot, b"")) < self.ops.bound:
             self.outs[slot] = memoryview(bytearray(self.ops.bound))

@@ -16,23 +16,23 @@ from commlayer.cluster.calls.grpc_port import GrpcPort, open_stream_port
 from commlayer.cluster.membership.coordinator import Coordinator
 from commlayer.cluster.servers.bucket_sum import ENTRY_HEADER_NBYTES, KEPT_STEPS, MOST_REASON_NBYTES
 from commlayer.cluster.servers.gather import ROW_BUCKET, GatherOps
-from commlayer.cluster.servers.server_codecs import CodecOps, expected_nbytes, ops_of, senders_of
+from commlayer.cluster.servers.server_codecs import CodecOps, contributing_ranks, expected_nbytes, make_codec_ops
 from commlayer.cluster.servers.server_journal import ServerIdentity, ServerJournal
 from commlayer.cluster.servers.summation import Summation
 from commlayer.cluster.servers.summation_server import MAX_PROBE_NBYTES, Joins, SumServer
 from commlayer.compressors import kernels
-from commlayer.config import Config, Launch, codec_threads, host_port, join_host, notice_s, reconnect_window_s, unheard_s
+from commlayer.config import Config, Launch, broken_after_s, codec_threads, host_port, join_host, notice_s, reconnect_window_s
 from commlayer.errors import (
     CommError,
     CorruptFrame,
     InvalidInput,
     RecordError,
-    coded,
-    line_of,
+    append_code,
+    error_line,
     without_code,
 )
-from commlayer.records import MALFORMED, Epoch, Plan, sites_of
-from commlayer.transport.connection import Limits
+from commlayer.records import MALFORMED, Epoch, Plan, group_by_site
+from commlayer.transport.connection import SizeLimits
 from commlayer.transport.endpoint import Refusal, Settings, StreamTransport
 from commlayer.transport.handshake import Hello, RefusalLog, RetryLater, same_job
 from commlayer.transport.keys.key_folder import Keys
@@ -81,9 +81,9 @@ class DataServer:
         refusals = RefusalLog()
         keys = Keys(config.keys) if config.keys else None
         self.transport = StreamTransport(self._hello, self._admit, Settings(
-            secret=config.token, user_timeout_s=unheard_s(config), keys=keys,
+            secret=config.token, user_timeout_s=broken_after_s(config), keys=keys,
             refused=refusals.refused, resume=reconnect_window_s(config) > 0))
-        self.transport.named = self._certificate_of
+        self.transport.named = self._find_certificate
         self._server: SumServer | None = None
         self.journal = ServerJournal(config.journal, required=config.journal_required) if config.journal else None
         """Journal with the state that a crashed server left, and that this server records; None without a journal folder."""
@@ -122,7 +122,7 @@ class DataServer:
             except (InvalidInput, OSError) as error:
                 if not self.address:
                     raise
-                log.warning("cannot accept gRPC streams, only TCP connections: %s", line_of(error))
+                log.warning("cannot accept gRPC streams, only TCP connections: %s", error_line(error))
             else:
                 self.streams = join_host(bind, self._streams.number)
         self.address = self.address or self.streams
@@ -134,14 +134,14 @@ class DataServer:
             return self._refusal
         if theirs.rank in self._present:
             return same_job(self._hello)(theirs)
-        if theirs.rank in self._gone:
-            return coded("E-EPOCH-ENDED", "is no longer a member of the job")
+        if theirs.rank in self._departed_workers:
+            return append_code("E-EPOCH-ENDED", "is no longer a member of the job")
         if self._await_epoch is None or self._newest is None:
-            return coded("E-RANK", f"is not a member of the job, which has {len(self._present)} workers")
-        self._learn(self._await_epoch(self._newest.generation + 1, notice_s(self._config)))
+            return append_code("E-RANK", f"is not a member of the job, which has {len(self._present)} workers")
+        self._adopt_epoch(self._await_epoch(self._newest.generation + 1, notice_s(self._config)))
         return same_job(self._hello)(theirs) if theirs.rank in self._present else RetryLater("is not a member of the job yet")
 
-    def _certificate_of(self, rank: int) -> str:
+    def _find_certificate(self, rank: int) -> str:
         return "" if self._newest is None else next((m.certificate for m in self._newest.members if m.rank == rank), "")
 
     @property
@@ -164,7 +164,7 @@ class DataServer:
         return admitted - len(self._sites) + len(first.members)
 
     @property
-    def _gone(self) -> set[int]:
+    def _departed_workers(self) -> set[int]:
         """Workers that have left the job, those that only followed it included."""
         return self._sites.keys() - self._present
 
@@ -189,7 +189,7 @@ class DataServer:
             self._ops = self._ops_for(decoded, server)
             core = self._core(decoded, server, former.generation if former else epoch.generation)
             if former is not None and self.journal is not None:
-                self._recall(core, self.journal)
+                self._restore_from_journal(core, self.journal)
             self._write_down(core, former.plan if former else plan, server)
             self.transport.limits = self._limits(decoded, server)
         except ValueError as error:
@@ -198,7 +198,7 @@ class DataServer:
             raise
         self._hello = msgspec.structs.replace(self._hello, job=decoded.job, rank=SERVER_BASE + server, plan=epoch.plan)
         self.transport.hello = self._hello
-        present = [member for member in self._all_members if member not in self._gone]
+        present = [member for member in self._all_members if member not in self._departed_workers]
         self._server = SumServer(core, self.transport, present, stall_s=min(STALL_S, self._config.deadline_s / 4),
                                  recycle=self.transport.pool.give, replan=self._switch_plan, pace=self.transport.pace,
                                  admit=self._admit_worker if await_epoch is not None else None)
@@ -214,14 +214,14 @@ class DataServer:
         self.journal.ignore("it belongs to another job or to another server")
         return None
 
-    def _recall(self, core: Summation, journal: ServerJournal) -> None:
+    def _restore_from_journal(self, core: Summation, journal: ServerJournal) -> None:
         lost_buckets = []
         for bucket in core.cells:
             entry = journal.entries.get(bucket)
             try:
                 if entry is None:
                     raise CorruptFrame("no intact entry")
-                core.recall(bucket, *entry)
+                core.restore_from_journal(bucket, *entry)
             except RecordError:
                 raise
             except (CorruptFrame, ValueError, *MALFORMED) as error:
@@ -242,17 +242,17 @@ class DataServer:
                                tuple(self._joined))
         sizes = {b: ops.memory_nbytes + ops.bound + ENTRY_HEADER_NBYTES for b, ops in self._ops.items()}
         with core.pause():
-            if not self.journal.replace(about, sizes, core.remember):
-                core.remember(None)
+            if not self.journal.replace(about, sizes, core.journal_state):
+                core.journal_state(None)
 
     def _core(self, plan: Plan, server: int, generation: int) -> Summation:
         assert self._epoch is not None
         members = tuple(m.rank for m in self._epoch.members)
-        senders = senders_of(plan, sites_of(self._epoch.members))
+        senders = contributing_ranks(plan, group_by_site(self._epoch.members))
         core = Summation(server, generation, dict(self._ops), senders | {ROW_BUCKET: members})
         for number, member in enumerate(self._joined, 1):
             core.add(number, member, self._buckets_from(plan, member))
-        core.remove(self._gone)
+        core.remove(self._departed_workers)
         return core
 
     def _buckets_from(self, plan: Plan, member: int) -> set[int]:
@@ -261,7 +261,7 @@ class DataServer:
         return {ROW_BUCKET, *(b.id for b in plan.buckets if b.owner_in(site) == member)}
 
     def _note_sites(self, epoch: Epoch) -> None:
-        for site in sites_of(epoch.members):
+        for site in group_by_site(epoch.members):
             for member in site:
                 self._sites.setdefault(member, site)
 
@@ -270,9 +270,9 @@ class DataServer:
         assert self._epoch is not None
         before = [ops for ops in self._ops.values() if isinstance(ops, CodecOps)]
         rows: dict[int, BucketOps] = {ROW_BUCKET: GatherOps(len(self._all_members))} if server == 0 else {}
-        return rows | ops_of(plan, server, before, gradients=self._epoch.gradients)
+        return rows | make_codec_ops(plan, server, before, gradients=self._epoch.gradients)
 
-    def _limits(self, plan: Plan, server: int) -> Limits:
+    def _limits(self, plan: Plan, server: int) -> SizeLimits:
         """Returns what one worker may cause at this server, by the job's plan. Results are sent from the server's own memory,
         so only their number is limited."""
         former, ops = self.transport.limits.body_nbytes or {}, self._ops.values()
@@ -281,12 +281,13 @@ class DataServer:
         state = max([former.get(Kind.STATE, 0), *(one.max_state_nbytes for one in ops)])
         body_nbytes: dict[int, int] = {
             Kind.PUSH: payload, Kind.STATE: state, Kind.PROBE: MAX_PROBE_NBYTES, Kind.PLAN: messages.MAX_PLAN_NBYTES}
-        return Limits(body_nbytes, expected_nbytes(plan, server), KEPT_STEPS * sum(one.rounds for one in ops) + MESSAGES_SLACK)
+        return SizeLimits(body_nbytes, expected_nbytes(plan, server),
+                          KEPT_STEPS * sum(one.rounds for one in ops) + MESSAGES_SLACK)
 
     def report(self) -> dict[str, Any]:
         """Returns the fields of a heartbeat that a summation server fills in."""
         since_s, self._reported_s = self._reported_s, time.monotonic()
-        fields: dict[str, Any] = {"missed": self.transport.missed(), "heard": self.transport.heard(since_s)}
+        fields: dict[str, Any] = {"missed": self.transport.disconnected_peers(), "heard": self.transport.heard_since(since_s)}
         if self._server is not None:
             dropped = list(self._server.dropped().items())[:MAX_REPORTED]
             fields |= {"dropped": tuple(messages.PeerExit(peer_name(member), why) for member, why in dropped),
@@ -306,11 +307,11 @@ class DataServer:
 
     def change(self, epoch: Epoch) -> None:
         """Switches to the coordinator's newest epoch: sums do not wait for removed members any longer."""
-        self._learn(epoch)
-        if self._server is not None and (gone := self._gone):
+        self._adopt_epoch(epoch)
+        if self._server is not None and (gone := self._departed_workers):
             self._server.remove(gone)
 
-    def _learn(self, epoch: Epoch) -> None:
+    def _adopt_epoch(self, epoch: Epoch) -> None:
         with self._changing:
             if self._newest is None or epoch.generation > self._newest.generation:
                 self._newest = epoch
@@ -323,7 +324,7 @@ class DataServer:
         assert self._plan is not None
         wait_s = max(notice_s(self._config), reconnect_window_s(self._config))
         known = self._await_epoch(joins.generation, wait_s)
-        self._learn(known)
+        self._adopt_epoch(known)
         with self._server.switching, self._changing:
             if 0 < joins.number <= len(self._joined) and self._joined[joins.number - 1] == joins.member:
                 return  # another member has reported it
@@ -348,7 +349,7 @@ class DataServer:
             if self.journal is not None and not self.journal.write_joined(self._joined, sizes):
                 self._write_down(self._server.core, records.encode(self._plan), self._hello.rank - SERVER_BASE)
             self.transport.limits = self._limits(self._plan, self._hello.rank - SERVER_BASE)
-        if gone := self._gone:
+        if gone := self._departed_workers:
             self._server.remove(gone)  # `change` may not have been called with this epoch yet
 
     def _switch_plan(self, plan: bytes, generation: int) -> Summation:

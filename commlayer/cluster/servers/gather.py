@@ -72,10 +72,10 @@ class GatherOps:
     def restore(self, data: bytes | memoryview) -> None:
         """Does nothing: there is no state."""
 
-    def remember(self) -> bytes:
+    def journal_state(self) -> bytes:
         return b""
 
-    def recall(self, data: bytes, sent: memoryview) -> None:
+    def restore_from_journal(self, data: bytes, sent: memoryview) -> None:
         """Does nothing: there is no state."""
 
     def begin_anew(self) -> None:

@@ -10,10 +10,10 @@ import safetensors
 import safetensors.numpy
 
 from commlayer.codec_spec import parse_spec
-from commlayer.compressors import codec_of, restore, seed, snapshot
+from commlayer.compressors import make_codec, restore, seed, snapshot
 from commlayer.compressors.codec import Codec
 from commlayer.compressors.dense import averages_buffers
-from commlayer.compressors.feedback import in_updates, ranges_of, residual_of
+from commlayer.compressors.feedback import encodes_updates, find_residual, flagged_ranges
 from commlayer.compressors.kernels import give_back
 from commlayer.compressors.payload import HEADER_NBYTES
 from commlayer.compressors.residual_slices import ResidualSlice, residual_on, split_by_tensor
@@ -40,7 +40,7 @@ class CodecOps:
         self._codec, self._spec, self._bucket, self._job = codec, bucket.spec, bucket, job
         self._state = codec.init_server(self._spec)
         seed(self._state, job, bucket.id, SERVER)
-        self.unit = (in_updates(codec), weights)
+        self.unit = (encodes_updates(codec), weights)
         """Unit of the sums: whether gradients are multiplied by the learning rate before they are compressed, and whether
         weight updates are summed instead of gradients. Residuals can be inherited only between equal units."""
         self.rounds, self.codec, self.bound = len(codec.rounds), codec.id, codec.bound(self._spec)
@@ -70,9 +70,9 @@ class CodecOps:
     def add(self, r: int, payload: memoryview, acc: Any, first: bool) -> None:
         self._codec.add(r, payload, acc, first=first)
 
-    def weigh(self, payload: memoryview, weight: float, first: bool) -> None:
+    def add_weighted(self, payload: memoryview, weight: float, first: bool) -> None:
         """Decompresses the payload and adds it with this weight to the mean that `emit` returns. `first`: starts a new mean."""
-        alone = self._by_itself(payload)
+        alone = self._decode_alone(payload)
         if first or self._mean is None:
             self._mean = _Mean(np.zeros(self._spec.numel), 0.0, False)
         mean = self._mean
@@ -97,7 +97,7 @@ class CodecOps:
         Returns whether any slice was rolled back."""
         if fresh := mask & ~self._undone & (1 << len(self._bucket.slices)) - 1:
             self._undone |= fresh
-            self._codec.undo_server(self._state, ranges_of(self._bucket.slices, fresh))
+            self._codec.undo_server(self._state, flagged_ranges(self._bucket.slices, fresh))
         return fresh > 0
 
     def skip(self) -> None:
@@ -114,7 +114,7 @@ class CodecOps:
         if "sum" in acc:
             give_back(acc["sum"])
 
-    def _by_itself(self, payload: memoryview) -> Any:
+    def _decode_alone(self, payload: memoryview) -> Any:
         if self._alone is None:
             self._alone = self._codec.new_accumulator(self._spec, 0)
         self._codec.add(0, payload, self._alone, first=True)
@@ -126,12 +126,12 @@ class CodecOps:
 
     def residuals(self) -> list[ResidualSlice]:
         """Returns the server's residuals, one slice per tensor."""
-        values = residual_of(self._state)
+        values = find_residual(self._state)
         return [] if values is None else list(split_by_tensor(self._bucket.slices, 0, values))
 
     def inherit_residuals(self, inherited: Sequence[ResidualSlice]) -> None:
         """Adds inherited residuals of this bucket's elements. Call it only before the first step."""
-        mine, theirs = residual_of(self._state), residual_on(inherited, self._bucket.slices)
+        mine, theirs = find_residual(self._state), residual_on(inherited, self._bucket.slices)
         if mine is not None and theirs is not None:
             mine += theirs
 
@@ -143,15 +143,15 @@ class CodecOps:
 
     @property
     def memory_nbytes(self) -> int:
-        """Upper bound, in bytes, of the snapshot that remember() returns."""
-        return len(self.remember()) + 4 * self._spec.numel + MEMORY_SLACK_NBYTES
+        """Upper bound, in bytes, of the snapshot that journal_state() returns."""
+        return len(self.journal_state()) + 4 * self._spec.numel + MEMORY_SLACK_NBYTES
 
-    def remember(self) -> bytes:
+    def journal_state(self) -> bytes:
         """Returns a snapshot of the state, including what is needed to roll back the last result."""
         return safetensors.numpy.save(server_snapshot(self._state) | {UNDONE: number(self._undone - (1 << 63))})
 
-    def recall(self, data: bytes, sent: memoryview) -> None:
-        """Restores what remember() returned. `sent`: the payload of the last result."""
+    def restore_from_journal(self, data: bytes, sent: memoryview) -> None:
+        """Restores what journal_state() returned. `sent`: the payload of the last result."""
         tensors = _loaded(data)
         undone = tensors.pop(UNDONE, None)
         if undone is None:
@@ -183,7 +183,7 @@ def _loaded(data: bytes | memoryview) -> dict[str, Any]:
         raise InvalidInput("E-SERVER-STATE", f"codec state is not in the safetensors format: {error}") from None
 
 
-def ops_of(
+def make_codec_ops(
     plan: Plan, server: int, before: Iterable[CodecOps] = (), *, gradients: int = -1,
 ) -> dict[int, CodecOps]:
     """Creates the CodecOps of server number `server` for a plan, keyed by bucket. They inherit the residuals that `before` has
@@ -192,7 +192,7 @@ def ops_of(
     `gradients`: how many of the job's tensors, in order, are gradients; the others are buffers. -1: there are no buffers.
     """
     mine = (b for b in plan.buckets if b.served and b.server == server)
-    ops = {b.id: CodecOps(codec_of(b, plan=plan), b, plan.job, weights=plan.steps_locally,
+    ops = {b.id: CodecOps(make_codec(b, plan=plan), b, plan.job, weights=plan.steps_locally,
                           buffers=b.path == "service" and 0 <= gradients <= b.slices[0].tensor) for b in mine}
     # Residuals in other units would need a learning rate or an optimizer's state, which only workers have.
     olds: dict[tuple[Any, int], list[ResidualSlice]] = {}
@@ -210,12 +210,12 @@ def expected_nbytes(plan: Plan, server: int) -> int:
     """Returns the maximum size of the bodies that a worker and server `server` may send each other at once. This covers
     payloads of two steps for each bucket, since either end may be a step ahead, and one saved state."""
     mine = [b for b in plan.buckets if b.served and b.server == server]
-    payloads = sum(codec_of(b, plan=plan).bound(b.spec) for b in mine)
+    payloads = sum(make_codec(b, plan=plan).bound(b.spec) for b in mine)
     states = (parse_spec(text).max_state_nbytes(b.numel) for b in mine for text in (b.codec, b.down, *b.by_node) if text)
     state_nbytes = max(states, default=0)
     return 2 * payloads + state_nbytes + SLACK_NBYTES
 
 
-def senders_of(plan: Plan, sites: Iterable[Sequence[int]]) -> dict[int, tuple[int, ...]]:
+def contributing_ranks(plan: Plan, sites: Iterable[Sequence[int]]) -> dict[int, tuple[int, ...]]:
     """Maps a bucket to the ranks that contribute to it: the bucket's owner in each of the sites, in the order of summation."""
     return {b.id: tuple(b.owner_in(site) for site in sites) for b in plan.buckets if b.served}

@@ -30,7 +30,7 @@ from commlayer.cluster.membership.coordinator_journal import CoordinatorJournal
 from commlayer.cluster.membership.job_events import log_of_job
 from commlayer.cluster.processes import child_processes
 from commlayer.config import Config, host_port, is_loopback, reached_at, read_config, reconnect_window_s, split_port
-from commlayer.errors import MAX_PEER_TEXT_CHARS, Coded, CommError, InvalidInput, line_of, short_line, without_code
+from commlayer.errors import MAX_PEER_TEXT_CHARS, Coded, CommError, InvalidInput, error_line, short_line, without_code
 from commlayer.observe.event_files import EventFile
 from commlayer.observe.event_log import EventLog
 from commlayer.observe.log_lines import LogLines
@@ -196,7 +196,7 @@ def _serve(config: Config, part: ServeOptions, end: threading.Event, stopped: th
                                       embedded=part.parent > 0, events=events, ca=part.ca, invited=part.invited,
                                       streams=part.sums and config.carrier != "tcp")
             stack.callback(coordinator.close)
-            control, near = coordinator.address, coordinator.near
+            control, near = coordinator.address, coordinator.local_address
         if part.parent:
             child_processes.follow_parent(part.parent, end, orphaned)
         if part.sums:
@@ -351,5 +351,5 @@ def main() -> None:
         settings = {"token": child_processes.read_line().decode(), "join": options.pop("join")}
         run(read_config({name: value for name, value in settings.items() if value}), ServeOptions(**options))
     except (Coded, ValueError, OSError) as error:
-        print(json.dumps({"error": line_of(error)}), flush=True)
+        print(json.dumps({"error": error_line(error)}), flush=True)
         sys.exit(2)

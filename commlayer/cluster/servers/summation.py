@@ -30,7 +30,7 @@ from commlayer.cluster.servers.bucket_sum import (
     SumEntry,
     WriteEntry,
     as_float32,
-    breach_of,
+    corrupt_frame,
     divided_afterwards,
 )
 from commlayer.errors import CorruptFrame, InvalidInput, RecordError
@@ -61,7 +61,7 @@ class Summation:
         """True: the job has switched to another plan, so workers no longer receive results of this plan."""
         self.cells = {bucket: BucketSum(bucket, o, senders[bucket]) for bucket, o in ops.items()}
 
-    def remember(self, keep: WriteEntry | None) -> None:
+    def journal_state(self, keep: WriteEntry | None) -> None:
         """Calls `keep` with all state now, and from then on with every change, before replies that depend on the change are
         sent. None stops journaling. Call it inside `pause`."""
         self._keep = keep
@@ -84,9 +84,9 @@ class Summation:
         header, body = cell.results[last] if last is not None else (None, b"")
         step = cell.sum.step if cell.sum.open else cell.awaited
         entry = SumEntry(step, cell.sum.round, cell.sum.open, cell.joined, cell.assumed, header, bytes(body))
-        self._keep(cell.bucket, msgspec.msgpack.encode(entry), cell.ops.remember())
+        self._keep(cell.bucket, msgspec.msgpack.encode(entry), cell.ops.journal_state())
 
-    def recall(self, bucket: int, words: bytes, state: bytes) -> None:
+    def restore_from_journal(self, bucket: int, words: bytes, state: bytes) -> None:
         """Restores what an earlier process journaled. Raises RecordError if members of the job are unknown. If this raises
         another ValueError or MsgspecError, call `forget`."""
         cell, entry = self.cells[bucket], msgspec.msgpack.decode(words, type=complete(SumEntry))
@@ -96,11 +96,11 @@ class Summation:
         body = memoryview(entry.body)
         if entry.result is not None:
             if not entry.result.flags & Flag.ABANDON:
-                room = cell.out(entry.result.step, entry.result.round)
+                room = cell.result_buffer(entry.result.step, entry.result.round)
                 room[: len(body)] = body
                 body = room[: len(body)].toreadonly()
             cell.results = {(entry.result.step, entry.result.round): (entry.result, body)}
-        cell.ops.recall(state, body)
+        cell.ops.restore_from_journal(state, body)
         cell.begin(entry.step or 0, entry.round)
         cell.admit_joined(entry.joined)
         if not entry.open or entry.step is None:
@@ -143,7 +143,7 @@ class Summation:
             current.early[message.peer] = message
             return self._advance(cell, release)
 
-    def again(self, message: Message) -> list[Reply]:
+    def answer_reconnected(self, message: Message) -> list[Reply]:
         """Answers a member that has reconnected, and does not know whether its contribution has arrived: with the result, or by
         asking for the contribution. Without an answer the result comes later."""
         h = message.header
@@ -163,25 +163,25 @@ class Summation:
         """Answers a worker that requests a result without a contribution: at once, or when the sum is complete."""
         h = message.header
         if self._ended(message):
-            return [self._unanswerable(h, OTHER_PLAN)]
+            return [self._abandon_reply(h, OTHER_PLAN)]
         cell = self._cell(message)
         if cell.ops.rounds > 1:
-            raise breach_of(message, "requests a result of several rounds")
+            raise corrupt_frame(message, "requests a result of several rounds")
         with cell.lock:
             if (result := cell.results.get((h.step, 0))) is not None:
-                return [_followed(message.peer, *result)]
+                return [_follower_reply(message.peer, *result)]
             if self._follows_ended:
-                return [self._unanswerable(h, OTHER_PLAN)]
-            if h.step < cell.first_ahead:
-                return [self._unanswerable(h, LOST_RESULT, Flag.LOST)]
+                return [self._abandon_reply(h, OTHER_PLAN)]
+            if h.step < cell.first_pending_step:
+                return [self._abandon_reply(h, LOST_RESULT, Flag.LOST)]
             known = (h.step, message.peer) in cell.followers
             if not known and sum(worker == message.peer for _, worker in cell.followers) >= MOST_FOLLOWED:
-                raise breach_of(message, f"requests more than {MOST_FOLLOWED} future results of this bucket")
+                raise corrupt_frame(message, f"requests more than {MOST_FOLLOWED} future results of this bucket")
             if message.peer not in self.gone:
                 cell.followers[h.step, message.peer] = h
         return []
 
-    def _unanswerable(self, request: Header, why: str, flags: int = 0) -> Reply:
+    def _abandon_reply(self, request: Header, why: str, flags: int = 0) -> Reply:
         header = request._replace(kind=Kind.FOLLOWED, sender=self.peer, flags=Flag.ABANDON | flags)
         return Reply(request.sender, header, why.encode())
 
@@ -196,7 +196,7 @@ class Summation:
     def _end_follows(self, cell: BucketSum, why: str) -> list[Reply]:
         requests = [*cell.followers.values()]
         cell.followers.clear()
-        return [self._unanswerable(request, why) for request in requests]
+        return [self._abandon_reply(request, why) for request in requests]
 
     def remove(self, gone: Collection[int], release: Callable[[Message], None] = lambda _: None) -> list[Reply | CorruptFrame]:
         """Ends all waits for members that have left the job. Returns the results of sums that are complete without them, and
@@ -239,7 +239,7 @@ class Summation:
         if message.header.generation >= self.generation:
             return False
         if message.header.sender != message.peer:
-            raise breach_of(message, f"the header names {peer_name(message.header.sender)} as the sender")
+            raise corrupt_frame(message, f"the header names {peer_name(message.header.sender)} as the sender")
         self.fenced += 1
         return True
 
@@ -248,9 +248,9 @@ class Summation:
         is wrong."""
         h = message.header
         if h.sender != message.peer:
-            raise breach_of(message, f"the header names {peer_name(h.sender)} as the sender")
+            raise corrupt_frame(message, f"the header names {peer_name(h.sender)} as the sender")
         if h.generation > self.generation:  # for example of a plan that another worker was to send to this server
-            raise breach_of(message, f"got generation {h.generation}, but the server is in generation {self.generation}")
+            raise corrupt_frame(message, f"got generation {h.generation}, but the server is in generation {self.generation}")
         cell = self.cells.get(h.bucket)
         if cell is None:
             raise CorruptFrame(f"bucket {h.bucket} is not summed by this server", peer=peer_name(message.peer), step=h.step)
@@ -259,21 +259,23 @@ class Summation:
     def _fits(self, cell: BucketSum, message: Message) -> None:
         h, ops = message.header, cell.ops
         if h.joined > len(self.joined):
-            raise breach_of(message, f"counts {h.joined} workers that have joined, but this server knows of {len(self.joined)}")
+            raise corrupt_frame(message,
+                                f"counts {h.joined} workers that have joined, but this server knows of {len(self.joined)}")
         if message.peer not in cell.members_with(h.joined):
-            raise breach_of(message, "its sender is not a member of this bucket's sum")
+            raise corrupt_frame(message, "its sender is not a member of this bucket's sum")
         if h.round >= ops.rounds or h.parts != 1 or h.part != 0:
-            raise breach_of(message, f"got round {h.round}, part {h.part} of {h.parts}; this bucket has rounds 0 to "
+            raise corrupt_frame(message, f"got round {h.round}, part {h.part} of {h.parts}; this bucket has rounds 0 to "
                                    f"{ops.rounds - 1} and no parts")
         if h.codec != ops.codec or not 0.0 <= h.weight < float("inf") or not 0.0 <= h.total < float("inf"):
-            raise breach_of(message, f"got codec {h.codec}, weight {h.weight} and total weight {h.total}; the codec must be "
+            raise corrupt_frame(message,
+                                f"got codec {h.codec}, weight {h.weight} and total weight {h.total}; the codec must be "
                                    f"{ops.codec}, and weights finite and not negative")
         if bool(h.flags & Flag.MEAN) != ops.means and not h.flags & Flag.ABANDON:
             verb, kind = ("lacks", "a mean of buffers") if ops.means else ("has", "a sum of gradients")
-            raise breach_of(message, f"{verb} flag MEAN, but this bucket is {kind}")
+            raise corrupt_frame(message, f"{verb} flag MEAN, but this bucket is {kind}")
         bound = MOST_REASON_NBYTES if h.flags & Flag.ABANDON else ops.bound
         if len(message.body) > bound:
-            raise breach_of(message, f"sent {len(message.body)} bytes, but a payload of this bucket has at most {bound}")
+            raise corrupt_frame(message, f"sent {len(message.body)} bytes, but a payload of this bucket has at most {bound}")
 
     def _admit(self, cell: BucketSum, message: Message) -> None:
         """Checks that a contribution belongs to the sum in progress. Between steps, starts the next step's sum."""
@@ -291,7 +293,7 @@ class Summation:
             begun = cell.sum.open or cell.awaited is not None
             state = f"round {cell.sum.round} of step {cell.sum.step} is expected" if begun else "no step has begun"
         # Members differ in their step when one has restored another checkpoint.
-        raise breach_of(message, f"contribution is out of order: it is for round {h.round} of step {h.step}, "
+        raise corrupt_frame(message, f"contribution is out of order: it is for round {h.round} of step {h.step}, "
                                f"but {state}", "E-STEPS-DIFFER")
 
     def _catch_up(self, cell: BucketSum, h: Header) -> None:
@@ -336,14 +338,15 @@ class Summation:
         sum_of: list[Message] = []
         if cell.accs[r] is None:
             cell.accs[r] = ops.new_accumulator(r)
-        while (message := cell.following()) is not None:
+        while (message := cell.take_next_contribution()) is not None:
             h = message.header
             first = not current.handled
             if h.joined != cell.joined:
-                raise breach_of(message, f"counts {h.joined} workers that have joined, but other members of this step count "
+                raise corrupt_frame(message,
+                                    f"counts {h.joined} workers that have joined, but other members of this step count "
                                        f"{cell.joined}", "E-STEPS-DIFFER")
             if not first and h.undone != current.undone:
-                raise breach_of(message, f"{_applied(h.undone)} of the previous step, but {peer_name(current.handled[0])} "
+                raise corrupt_frame(message, f"{_applied(h.undone)} of the previous step, but {peer_name(current.handled[0])} "
                                        f"{_applied(current.undone)}: all workers must call step(), skip steps and clear "
                                        "gradients at the same steps",
                               "E-STEPS-DIFFER")
@@ -353,7 +356,7 @@ class Summation:
                 for held in cell.held:
                     release(held)
                 cell.held.clear()
-                if ops.place(cell.accs[0], cell.out(current.step, 0)):
+                if ops.place(cell.accs[0], cell.result_buffer(current.step, 0)):
                     cell.results.pop((current.step - KEPT_STEPS, 0), None)  # its memory is reused
             if h.flags & Flag.ABANDON:
                 current.abandoned = current.abandoned or bytes(message.body)
@@ -381,11 +384,11 @@ class Summation:
         self._check_total(cell, message)
         try:
             if cell.ops.means:
-                cell.ops.weigh(message.body, h.weight, cell.sum.summed == 0)
+                cell.ops.add_weighted(message.body, h.weight, cell.sum.summed == 0)
             else:
                 cell.ops.add(cell.sum.round, message.body, cell.accs[cell.sum.round], cell.sum.summed == 0)
         except (CorruptFrame, ValueError) as error:
-            raise breach_of(message, str(error)) from None
+            raise corrupt_frame(message, str(error)) from None
         cell.sum.summed += 1
         cell.sum.assumed = h.total
         cell.sum.weight += h.weight
@@ -405,11 +408,11 @@ class Summation:
         expected = current.assumed if current.summed else cell.assumed
         if cell.ops.in_means and (not total or expected not in (None, total)):
             allowed = f"{expected:g}, the last result's" if expected else "above 0"
-            raise breach_of(message, f"divided its contribution by a total weight of {total:g}, but it must be {allowed}")
+            raise corrupt_frame(message, f"divided its contribution by a total weight of {total:g}, but it must be {allowed}")
 
     def _emit(self, cell: BucketSum) -> list[Reply]:
         ops, step, r = cell.ops, cell.sum.step, cell.sum.round
-        out = cell.out(step, r)
+        out = cell.result_buffer(step, r)
         if ops.in_means and r + 1 == ops.rounds:
             weight = as_float32(cell.sum.weight)
             cell.share = divided_afterwards(cell.sum.assumed, weight, corrected=ops.assumes_total).share
@@ -437,8 +440,8 @@ class Summation:
         # Steps before this one were requested of a server that has been restarted since, with a journal that ends earlier.
         due = [cell.followers.pop(key) for key in [*cell.followers] if key[0] <= cell.sum.step]
         return [*(Reply(member, header, body) for member in cell.members),
-                *(_followed(request.sender, header, body) if request.step == cell.sum.step
-                  else self._unanswerable(request, LOST_RESULT, Flag.LOST) for request in due)]
+                *(_follower_reply(request.sender, header, body) if request.step == cell.sum.step
+                  else self._abandon_reply(request, LOST_RESULT, Flag.LOST) for request in due)]
 
     def _header(self, cell: BucketSum, flags: int) -> Header:
         return Header(Kind.RESULT, self.generation, cell.sum.step, cell.bucket, round=cell.sum.round, codec=cell.ops.codec,
@@ -450,7 +453,7 @@ class Summation:
             return
         cell = self._cell(message)
         with cell.lock:
-            self._between(cell, message)
+            self._require_closed_sum(cell, message)
             if cell.undo(message.header.undone):
                 self._remember(cell)
 
@@ -475,7 +478,7 @@ class Summation:
             return []
         cell, h = self._cell(message), message.header
         with cell.lock:
-            self._between(cell, message)
+            self._require_closed_sum(cell, message)
             if cell.undo(h.undone):
                 self._remember(cell)
             state = cell.ops.snapshot()
@@ -488,18 +491,18 @@ class Summation:
             return []
         cell, h = self._cell(message), message.header
         with cell.lock:
-            self._between(cell, message)
+            self._require_closed_sum(cell, message)
             try:
                 cell.ops.restore(message.body)
             except (CorruptFrame, ValueError) as error:
-                raise breach_of(message, f"sent a state that does not fit this bucket: {error}") from None
+                raise corrupt_frame(message, f"sent a state that does not fit this bucket: {error}") from None
             cell.forget_results()
             cell.idle(h.step)
             self._remember(cell)
             ended = self._end_follows(cell, "the job has restored a checkpoint")
         return [Reply(message.peer, h._replace(kind=Kind.STATE_OK, sender=self.peer), b""), *ended]
 
-    def repeated(self, message: Message) -> list[Reply]:
+    def reply_to_repeat(self, message: Message) -> list[Reply]:
         """Replies to a repeated request, since the first reply may have been lost. Sends no reply if the sender has started the
         next sum, because it must have received the first one."""
         if self._ended(message):
@@ -512,13 +515,14 @@ class Summation:
                 return [Reply(message.peer, h._replace(kind=Kind.STATE_OK, sender=self.peer), b"")]
             return [Reply(message.peer, h._replace(kind=Kind.STATE, undone=0, sender=self.peer), cell.ops.snapshot())]
 
-    def _between(self, cell: BucketSum, message: Message) -> None:
+    def _require_closed_sum(self, cell: BucketSum, message: Message) -> None:
         if cell.sum.open:
-            raise breach_of(message, f"sent {Kind(message.header.kind).name} while step {cell.sum.step} is being summed; it is "
+            raise corrupt_frame(message,
+                                f"sent {Kind(message.header.kind).name} while step {cell.sum.step} is being summed; it is "
                                    "allowed only between steps")
 
 
-def _followed(worker: int, header: Header, body: memoryview) -> Reply:
+def _follower_reply(worker: int, header: Header, body: memoryview) -> Reply:
     """Returns a result for a worker that follows. The reply has a copy of the body, because the follower may receive the reply
     late, and the memory is reused for a later result."""
     return Reply(worker, header._replace(kind=Kind.FOLLOWED), bytes(body))

@@ -27,7 +27,7 @@ from commlayer.errors import (
     Damaged,
     PeerEnded,
     PeerLost,
-    coded,
+    append_code,
     short_line,
 )
 from commlayer.records import Record
@@ -172,7 +172,7 @@ class SumServer:
         if h.kind not in NUMBERED or not h.used:
             return self._handle(message)
         if h.used <= self._last_numbers.get(message.peer, 0):
-            return self.core.repeated(message) if h.kind != Kind.PLAN else self._handle(message)
+            return self.core.reply_to_repeat(message) if h.kind != Kind.PLAN else self._handle(message)
         replies = self._handle(message)
         self._last_numbers[message.peer] = h.used
         return replies
@@ -195,7 +195,7 @@ class SumServer:
             case Kind.FOLLOW:
                 return self.core.follow(message)
             case Kind.AGAIN:
-                return self.core.again(message)
+                return self.core.answer_reconnected(message)
             case Kind.UNDO:
                 self.core.undo(message)
                 return []
@@ -249,7 +249,7 @@ class SumServer:
                     f"generation {generation} does not follow the server's generation {self.core.generation}"
         if former is not self.core:
             self._send(former.end_follows())
-        return self._switched(message, problem)
+        return self._plan_ok_reply(message, problem)
 
     def _add(self, message: Message, admit: Callable[[Joins, int], None]) -> Reply:
         """Adds a worker to the members, at a step that has not begun. Every member reports it."""
@@ -258,7 +258,7 @@ class SumServer:
         with self.switching:
             new = {joins.member} - self.core.gone
             self._members = (*self._members, *(new - {*self._members}))
-        return self._switched(message, "")
+        return self._plan_ok_reply(message, "")
 
     def remove(self, gone: Collection[int]) -> None:
         """Ends all waits for workers that have left the job, their requests, and their connections. Sends the results of sums
@@ -279,14 +279,15 @@ class SumServer:
             self._transport.abort(PeerLost("is no longer a member of the job", peer=peer_name(member), code="E-EPOCH-ENDED"),
                                   member)
 
-    def _switched(self, message: Message, problem: str) -> Reply:
+    def _plan_ok_reply(self, message: Message, problem: str) -> Reply:
         self._reported.clear()
         return Reply(message.peer, message.header._replace(kind=Kind.PLAN_OK, sender=self.core.peer), problem.encode())
 
     def _drop(self, error: CorruptFrame) -> None:
         """Drops a member that broke the protocol. The coordinator is informed by the next heartbeat. The other members are
         informed by the stall report of the sum that waits for the dropped member."""
-        member, why = int(error.peer.removeprefix("worker ")), short_line(coded(error.code, error.what), MAX_PEER_TEXT_CHARS)
+        member, why = int(error.peer.removeprefix("worker ")), short_line(append_code(error.code, error.what),
+                                                                          MAX_PEER_TEXT_CHARS)
         with self._lock:
             if member in self._dropped:
                 return

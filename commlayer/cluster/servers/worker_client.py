@@ -16,10 +16,10 @@ from commlayer.cluster.membership.client import Membership, OnEpoch
 from commlayer.cluster.processes.child_processes import EmbeddedServer
 from commlayer.cluster.servers.dialing import NOTE_AFTER_S, make_dial
 from commlayer.cluster.servers.summation_server import Joins, Stalled
-from commlayer.config import Config, reconnect_window_s, unheard_s
+from commlayer.config import Config, broken_after_s, reconnect_window_s
 from commlayer.errors import CommError, CorruptFrame, InvalidInput, PeerLost
-from commlayer.records import Epoch, ServerInfo, sites_of
-from commlayer.transport.connection import Limits
+from commlayer.records import Epoch, ServerInfo, group_by_site
+from commlayer.transport.connection import SizeLimits
 from commlayer.transport.endpoint import Settings, StreamTransport
 from commlayer.transport.handshake import Hello
 from commlayer.transport.keys.key_folder import Keys
@@ -64,18 +64,18 @@ class WorkerClient:
         hello = Hello(request.job, request.rank, self.epoch.plan, messages.version(), session=new_nonce())
         window_s = reconnect_window_s(config)
         self._carrier = StreamTransport(hello, settings=Settings(
-            secret=config.token, user_timeout_s=unheard_s(config), keys=keys, resume=window_s > 0))
+            secret=config.token, user_timeout_s=broken_after_s(config), keys=keys, resume=window_s > 0))
         self._membership = self.membership
         self.recycle = self._carrier.pool.give
         self.pace = self._carrier.pace
         """Sets this machine's measured upload rate in bit/s; 0: unknown."""
         self.transport = ReconnectingTransport(self._carrier, window_s, refused_is_over=self.embedded)
         self.transport.arrived = self._on_message
-        self.membership.report.fields = lambda: {"missed": self._carrier.missed()}
+        self.membership.report.fields = lambda: {"missed": self._carrier.disconnected_peers()}
 
     def limit_kept(self, nbytes: int) -> None:
         """Sets the largest size of all partly received bodies of a server together."""
-        self._carrier.limits = Limits(unfinished_nbytes=nbytes)
+        self._carrier.limits = SizeLimits(unfinished_nbytes=nbytes)
 
     def dial(self, deadline: float) -> None:
         """Connects to every server of the epoch. Leaves the job if that fails."""
@@ -93,7 +93,7 @@ class WorkerClient:
     def epoch(self) -> Epoch:
         return self.membership.epoch
 
-    def name_of(self, worker: int) -> str:
+    def worker_name(self, worker: int) -> str:
         """Returns the name of a present or former worker's machine: the name in its certificate, or its host name if all
         workers use the same certificate. Returns "" if all host names are the same, too."""
         members = (*self.epoch.members, *self.membership.newest.members)
@@ -107,7 +107,7 @@ class WorkerClient:
     def display_name(self, peer: str) -> str:
         """Returns the display name of a peer, for example "worker 2 (ben)" for "worker 2"."""
         kind, _, number = peer.partition(" ")
-        name = self.name_of(int(number)) if kind == "worker" and number.isdecimal() else ""
+        name = self.worker_name(int(number)) if kind == "worker" and number.isdecimal() else ""
         return f"{peer} ({name})" if name else peer
 
     def check(self) -> None:
@@ -163,7 +163,7 @@ class WorkerClient:
     def _on_exit(self, gone: messages.PeerExit) -> None:
         membership, awaited = self._membership, True
         if membership is not None:  # the newest epoch may lack a worker of this site already
-            site = next((site for site in sites_of(membership.epoch.members) if self._rank in site), ())
+            site = next((site for site in group_by_site(membership.epoch.members) if self._rank in site), ())
             awaited = membership.is_expected(gone.peer) or gone.peer in map(peer_name, site)
         if awaited and gone.reason == messages.FINISHED and gone.exchanges >= 0:
             self._left(gone.peer, gone.exchanges)
@@ -176,10 +176,10 @@ class WorkerClient:
     def _on_silence(self, silent_s: float) -> None:
         """Called while the coordinator does not answer. Training can continue without the coordinator, but not without a server
         in the coordinator's process, whose death no other process would report. Data from that server shows that it lives."""
-        alive = self._carrier.heard(time.monotonic() - self._config.dead_after_s) if self._membership is not None else ()
+        alive = self._carrier.heard_since(time.monotonic() - self._config.dead_after_s) if self._membership is not None else ()
         near = [] if self._membership is None else \
             [s for s in self._membership.epoch.servers if s.colocated and f"server {s.id}" not in alive]
-        over = [s for s in near if f"server {s.id}" in self._carrier.missed() and not s.restartable]
+        over = [s for s in near if f"server {s.id}" in self._carrier.disconnected_peers() and not s.restartable]
         if near and (self.embedded or over or silent_s >= reconnect_window_s(self._config)):
             self._on_death(PeerLost(f"no heartbeat for {silent_s:.1f} s from its process, which "
                                   f"also runs the coordinator ({_place(near[0])}): it was killed "
@@ -206,11 +206,11 @@ class WorkerClient:
         """Reads a server's codec state of a bucket; see Summation.snapshot. `undone`: slices of the last step that were not
         applied."""
         header = self._header(Kind.STATE_GET, bucket)._replace(undone=undone)
-        return self._ask(server, header, b"")
+        return self._request_server(server, header, b"")
 
     def put_state(self, server: int, bucket: int, step: int, data: bytes) -> None:
         """Restores a server's codec state of a bucket. `step`: the next step. See Summation.restore."""
-        self._ask(server, self._header(Kind.STATE, bucket)._replace(step=step), data)
+        self._request_server(server, self._header(Kind.STATE, bucket)._replace(step=step), data)
 
     def probe(self, server: int, up_nbytes: int, down_nbytes: int, done: Callable[[Exception | None], None]) -> None:
         """Sends `up_nbytes` to a server, which sends `down_nbytes` back. `done` is called with an error or None when they have
@@ -235,7 +235,7 @@ class WorkerClient:
         for bucket, slices in undone.items():
             self.transport.send(SERVER_BASE + server, self._header(Kind.UNDO, bucket)._replace(undone=slices))
         header = self._header(Kind.PLAN, 0)._replace(generation=generation)
-        if answer := self._ask(server, header, plan).decode(errors="replace"):
+        if answer := self._request_server(server, header, plan).decode(errors="replace"):
             raise InvalidInput("E-PLAN-REFUSED", f"{peer_name(SERVER_BASE + server)} cannot use the plan: {answer}")
 
     def report_joining(self, server: int, number: int, member: int, generation: int) -> Handle:
@@ -253,7 +253,7 @@ class WorkerClient:
     def _header(self, kind: Kind, bucket: int) -> Header:
         return Header(kind, self._generation, bucket=bucket, sender=self.transport.rank)
 
-    def _ask(self, server: int, header: Header, body: bytes) -> bytes:
+    def _request_server(self, server: int, header: Header, body: bytes) -> bytes:
         answer = self.transport.request(SERVER_BASE + server, header, body)
         return bytes(answer.wait(time.monotonic() + self._config.deadline_s).body)
 

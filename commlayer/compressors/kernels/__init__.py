@@ -83,7 +83,7 @@ def host() -> ModuleType:
 
 def of(memory: Array | Buffer) -> ModuleType:
     """Returns the kernels for an array or a payload."""
-    return device() if on_device(memory) and device().serves(memory.device) else _chosen[0]
+    return device() if on_device(memory) and device().has_kernels_for(memory.device) else _chosen[0]
 
 
 @functools.cache

@@ -17,8 +17,8 @@ import torch
 from commlayer import native
 from commlayer.compressors.kernels import fallback
 from commlayer.errors import CorruptPayload, InvalidInput
-from commlayer.gpu.launch import MOST_BLOCKS, THREADS, each, start
-from commlayer.gpu.launch import serves as serves
+from commlayer.gpu.launch import MOST_BLOCKS, THREADS, launch_over_items, start
+from commlayer.gpu.launch import has_kernels_for as has_kernels_for
 
 HOST = native.core or fallback
 SEGMENT = 1024
@@ -111,12 +111,12 @@ def int8_encode(q: torch.Tensor, scale: torch.Tensor, x: torch.Tensor, residual:
     most = torch.zeros(blocks, dtype=torch.int32, device=x.device)
     warps = blocks * -(-block // SEGMENT)
     start("int8", "int8_most", min(-(-warps * 32 // THREADS), MOST_BLOCKS), most, x, residual, n, block, finite)
-    each("int8", "int8_code", n, q, scale, most, x, residual, n, block, finite)
+    launch_over_items("int8", "int8_code", n, q, scale, most, x, residual, n, block, finite)
     return finite_or_absorbed(finite, x, residual)
 
 
 def int8_decode(acc: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, block: int, assign: bool = False) -> None:
-    each("int8", "int8_decode", acc.numel(), acc, q, scale, acc.numel(), block, int(assign))
+    launch_over_items("int8", "int8_decode", acc.numel(), acc, q, scale, acc.numel(), block, int(assign))
 
 
 def linear_encode(
@@ -124,13 +124,13 @@ def linear_encode(
     euclidean: bool, dither: bool,
 ) -> bool:
     n, finite = x.numel(), true_flag(x)
-    each("quantise", "linear_measure", 32 * -(-n // block), scale, x, residual, n, block, bits, finite)
-    each("quantise", "linear_code", -(-n // 8), q, scale, x, residual, n, block, bits, finite)
+    launch_over_items("quantise", "linear_measure", 32 * -(-n // block), scale, x, residual, n, block, bits, finite)
+    launch_over_items("quantise", "linear_code", -(-n // 8), q, scale, x, residual, n, block, bits, finite)
     return finite_or_absorbed(finite, x, residual)
 
 
 def linear_decode(acc: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, block: int, bits: int, assign: bool = False) -> None:
-    each("quantise", "linear_decode", -(-acc.numel() // 8), acc, q, scale, acc.numel(), block, bits, int(assign))
+    launch_over_items("quantise", "linear_decode", -(-acc.numel() // 8), acc, q, scale, acc.numel(), block, bits, int(assign))
 
 
 TILE = 16 * THREADS
@@ -179,7 +179,7 @@ def queue_rotate(to: Entries, from_: Entries, count: torch.Tensor, first: torch.
     """Queues a kernel that reorders entries from scan order to position order. `first`: number of entries at or after the
     scan's start."""
     cap = min(to[0].numel(), to[1].numel())
-    each("select", "rotate", cap, *to, *from_, count, first, cap)
+    launch_over_items("select", "rotate", cap, *to, *from_, count, first, cap)
 
 
 def queue_select(
@@ -208,7 +208,7 @@ def queue_trim(
     histograms, scans = words[: TRIM_HISTOGRAMS // 2], words[TRIM_HISTOGRAMS // 2 :]
     above, equal = scans.chunk(2)
     for digit in range(TRIM_DIGITS):
-        each("trim", "trim_count", cap, from_[1], k, cap, room, digit, histograms, control)
+        launch_over_items("trim", "trim_count", cap, from_[1], k, cap, room, digit, histograms, control)
     start("trim", "trim", _trim_tiles(cap), *to, *from_, residual, k, cap, room, histograms, above, equal, control)
 
 
@@ -234,22 +234,22 @@ def sample_abs(g: torch.Tensor, residual: torch.Tensor | None, offset: int, out:
     if g.numel() == 0:
         out.zero_()
         return
-    each("select", "sample_abs", out.numel(), g, residual, g.numel(), offset, out.numel(), out)
+    launch_over_items("select", "sample_abs", out.numel(), g, residual, g.numel(), offset, out.numel(), out)
 
 
 def scatter_add(acc: torch.Tensor, idx: torch.Tensor, val: torch.Tensor) -> None:
-    each("sparse", "scatter_add", idx.numel(), acc, idx, val, idx.numel())
+    launch_over_items("sparse", "scatter_add", idx.numel(), acc, idx, val, idx.numel())
 
 
 def scatter_add_int8(acc: torch.Tensor, idx: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, block: int) -> None:
-    each("sparse", "scatter_add_int8", idx.numel(), acc, idx, q, scale, idx.numel(), block)
+    launch_over_items("sparse", "scatter_add_int8", idx.numel(), acc, idx, q, scale, idx.numel(), block)
 
 
 def queue_pack(out: torch.Tensor, idx: torch.Tensor, n: int, most: int, count: torch.Tensor, values: int, kind: int) -> None:
     """Queues kernels that encode `count` positions below n (at most `most`) into the payload `out`, after its values of format
     `values`."""
-    each("positions", "clear_positions", min(-(-n // 8), most), out, n, count, values, kind)
-    each("positions", "pack_positions", most, out, idx, n, count, values, kind)
+    launch_over_items("positions", "clear_positions", min(-(-n // 8), most), out, n, count, values, kind)
+    launch_over_items("positions", "pack_positions", most, out, idx, n, count, values, kind)
 
 
 def _encode(out: torch.Tensor, idx: torch.Tensor, n: int, kind: int) -> int:
@@ -265,7 +265,7 @@ def _decode(idx: torch.Tensor, n: int, src: torch.Tensor, kind: int) -> None:
     grid = max(1, -(-src.numel() // UNPACK_TILE_NBYTES))
     state = torch.zeros(1 + grid, dtype=torch.int64, device=idx.device)
     start("positions", "unpack_positions", grid, idx, k, n, src, kind, state, valid)
-    each("positions", "check_increasing", k, idx, k, valid)
+    launch_over_items("positions", "check_increasing", k, idx, k, valid)
     if not valid.item():
         raise CorruptPayload(f"sparse payload: its bytes do not encode {k} increasing positions below {n}")
 
@@ -276,13 +276,13 @@ ef_decode, bitmap_decode = partial(_decode, kind=ELIAS_FANO), partial(_decode, k
 
 def nibbles_encode(q: torch.Tensor, scale: torch.Tensor, x: torch.Tensor, rest: torch.Tensor | None, block: int) -> bool:
     n, finite = x.numel(), true_flag(x)
-    each("nibbles", "nibbles_measure", 32 * -(-n // block), scale, x, n, block, finite)
-    each("nibbles", "nibbles_code", -(-n // 2), q, scale, x, rest, n, block, finite)
+    launch_over_items("nibbles", "nibbles_measure", 32 * -(-n // block), scale, x, n, block, finite)
+    launch_over_items("nibbles", "nibbles_code", -(-n // 2), q, scale, x, rest, n, block, finite)
     return bool(finite.item())
 
 
 def nibbles_decode(out: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, block: int) -> None:
-    each("nibbles", "nibbles_decode", out.numel(), out, q, scale, out.numel(), block)
+    launch_over_items("nibbles", "nibbles_decode", out.numel(), out, q, scale, out.numel(), block)
 
 
 ABS = 0x7FFFFFFF

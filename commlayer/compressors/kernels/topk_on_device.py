@@ -14,7 +14,7 @@ from commlayer.compressors import selection
 from commlayer.compressors.codec import State
 from commlayer.compressors.kernels import cuda
 from commlayer.compressors.selection import Picked
-from commlayer.gpu.launch import each
+from commlayer.gpu.launch import launch_over_items
 from commlayer.gpu.launch import start as launch
 
 CONTROL = 13
@@ -43,7 +43,7 @@ def start(
     _queue_cut(k, x, residual, state, begin, control, cut)
     cuda.queue_scan(x, residual, cut, begin, (idx, val), control, scan)
     _queue_trim(k, room, residual, scratch, control, trim)
-    each("topk", "count_blocks", room, idx, control)
+    launch_over_items("topk", "count_blocks", room, idx, control)
     launch("topk", "settle", 1, out, n, k, codec, values, control, threads=1)
     blocks = -(-room // cuda.VALUES_BLOCK)
     launch("topk", "pack_values", blocks, out, idx, val, residual, values, control, threads=cuda.VALUES_BLOCK)

@@ -14,8 +14,8 @@ from commlayer.cluster.servers.bucket_sum import divided_afterwards
 from commlayer.compressors import kernels, seed
 from commlayer.compressors.codec import NAN, Codec, OneRound
 from commlayer.compressors.dense import averages_buffers
-from commlayer.compressors.feedback import in_updates
-from commlayer.compressors.plan_codecs import reader_of
+from commlayer.compressors.feedback import encodes_updates
+from commlayer.compressors.plan_codecs import sparse_result_codec
 from commlayer.compressors.randomk import RandomK
 from commlayer.compressors.topk import TopK
 from commlayer.engine.buckets.bucket_layout import (
@@ -94,7 +94,7 @@ class WorkerBucket:
         """True: the average is applied one step after its gradients (LateExchange)."""
         self.buffer = job.tensors[planned.slices[0].tensor].buffer
         dense = planned.path == "allreduce"
-        self.in_updates = not dense and in_updates(codec)
+        self.encodes_updates = not dense and encodes_updates(codec)
         self.keeps = not dense and codec.keeps
         """True: a payload affects later steps, so the codec's input must stay unchanged until the next exchange."""
         self.in_means = not dense and (codec.has_residual or codec.has_server_residual)
@@ -378,7 +378,7 @@ class EncodedBucket(ServedBucket):
     def keep_entries(self) -> None:
         """Keeps results that arrive as sparse entries in sparse form. Called only on the single rank of a node, before its
         first step."""
-        if self._keeps_form and self.numel <= MOST_NUMEL and (reader := reader_of(self.codec)) is not None:
+        if self._keeps_form and self.numel <= MOST_NUMEL and (reader := sparse_result_codec(self.codec)) is not None:
             self._reader = reader
             self._drop_y()
 
@@ -469,7 +469,7 @@ class EncodedBucket(ServedBucket):
             kernels.give_back(np.asarray(self.coder.payload))
 
 
-def bucket_of(
+def make_bucket(
     planned: Bucket, job: Job, codec: Codec, device: torch.device, order: int, *, owned: bool = True, rank: int = 0,
     on_device: bool = False,
 ) -> WorkerBucket:

@@ -40,12 +40,12 @@ class Counters:
     def __post_init__(self) -> None:
         self._lock = threading.Lock()
 
-    def carried(self, sent_nbytes: int, received_nbytes: int) -> None:
+    def count_bytes(self, sent_nbytes: int, received_nbytes: int) -> None:
         with self._lock:
             self.sent_nbytes += sent_nbytes
             self.received_nbytes += received_nbytes
 
-    def coded(self, *, encode_s: float = 0.0, decode_s: float = 0.0) -> None:
+    def count_codec_times(self, *, encode_s: float = 0.0, decode_s: float = 0.0) -> None:
         with self._lock:
             self.encode_s += encode_s
             self.decode_s += decode_s
@@ -53,7 +53,7 @@ class Counters:
     def all_reduced(self, nbytes: int, members: int) -> None:
         """Counts an all-reduce of `nbytes` bytes: in a ring of n members, each sends and receives 2 (n - 1) / n of them."""
         part = 2 * (members - 1) * nbytes // members
-        self.carried(part, part)
+        self.count_bytes(part, part)
 
     def as_dict(self) -> dict[str, float]:
         return dataclasses.asdict(self)

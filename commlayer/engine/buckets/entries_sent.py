@@ -15,7 +15,7 @@ from commlayer.compressors.global_budget import BudgetedTopK, ratio_at, share_bu
 from commlayer.engine.buckets.bucket import EncodedBucket, WorkerBucket
 
 
-class _One(NamedTuple):
+class _BudgetedCodec(NamedTuple):
     codec: BudgetedTopK
     state: State
 
@@ -25,15 +25,15 @@ class EntriesSent:
 
     def __init__(self, buckets: Sequence[EncodedBucket]) -> None:
         self.forget()
-        self._alone: list[_One] = []
-        self._pools: dict[tuple[CodecSpec, bool], list[_One]] = {}
+        self._alone: list[_BudgetedCodec] = []
+        self._pools: dict[tuple[CodecSpec, bool], list[_BudgetedCodec]] = {}
         """Groups of codecs whose buckets share one total number of entries. The keys (codec without its ratio, True if it sends
         weight updates) separate codecs whose magnitudes cannot be compared, or whose entries differ in bytes."""
         for bucket in buckets:
             if (one := _budgeted(bucket.codec, bucket.ledger.state)) is None:
                 continue
             if one.codec.shared:
-                self._pools.setdefault((parse_spec(str(one.codec)).without_ratio(), bucket.in_updates), []).append(one)
+                self._pools.setdefault((parse_spec(str(one.codec)).without_ratio(), bucket.encodes_updates), []).append(one)
             else:
                 self._alone.append(one)
 
@@ -75,20 +75,20 @@ def inherit(before: Sequence[WorkerBucket], after: Sequence[WorkerBucket]) -> No
                 one.codec.set_entries(one.state, max(1, round(entries)))
 
 
-def _divided(bucket: WorkerBucket) -> _One | None:
+def _divided(bucket: WorkerBucket) -> _BudgetedCodec | None:
     one = _budgeted(bucket.codec, bucket.ledger.state) if isinstance(bucket, EncodedBucket) else None
     return one if one is not None and one.codec.shared else None
 
 
-def _ratio(one: _One, step: int) -> float:
+def _ratio(one: _BudgetedCodec, step: int) -> float:
     return ratio_at(one.codec.inner.ratio, one.codec.warmup_steps, step)
 
 
-def _budgeted(codec: Any, state: State) -> _One | None:
+def _budgeted(codec: Any, state: State) -> _BudgetedCodec | None:
     """Returns the codec inside `codec` whose number of entries can be set, with its state. Returns None if `codec` contains no
     such codec."""
     while not isinstance(codec, BudgetedTopK):
         if not isinstance(codec, CodecWrapper) or "inner" not in state:
             return None
         codec, state = codec.inner, state["inner"]
-    return _One(codec, state)
+    return _BudgetedCodec(codec, state)

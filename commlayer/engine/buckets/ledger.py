@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from commlayer.compressors.codec import Ranges, State, states
-from commlayer.compressors.feedback import add_ranges, ranges_of, residual_of
+from commlayer.compressors.feedback import add_ranges, find_residual, flagged_ranges
 from commlayer.compressors.residual_slices import ResidualSlice, residual_on, split_by_tensor
 from commlayer.records import Slice
 
@@ -60,7 +60,7 @@ class Ledger:
         reached the mean. The rest is sent again."""
         if self.sent is not None and share != 1.0:
             rest = torch.zeros_like(self.sent)
-            add_ranges(rest, self.sent * (1.0 - share), ranges_of(self._slices, slices))
+            add_ranges(rest, self.sent * (1.0 - share), flagged_ranges(self._slices, slices))
             self.sent = self.sent - rest  # so `roll_back` undoes only the part that was sent
             self.inherited = rest if self.inherited is None else self.inherited + rest
 
@@ -72,7 +72,7 @@ class Ledger:
         residuals. Returns the bit mask of these slices."""
         slices, self.discarded = self.discarded, 0
         if slices:
-            cut = ranges_of(self._slices, slices)
+            cut = flagged_ranges(self._slices, slices)
             if self._undo is not None:
                 self._undo(cut)
             if self.sent is not None:
@@ -109,7 +109,7 @@ class Ledger:
     def unsent(self) -> Iterator[ResidualSlice]:
         """Yields the residuals that codecs keep."""
         for (low, _), state in self.encoders:
-            if (values := residual_of(state)) is not None:
+            if (values := find_residual(state)) is not None:
                 yield from split_by_tensor(self._slices, low, values)
 
     def inherit(self, residuals: Sequence[ResidualSlice], factor: float) -> None:

@@ -68,7 +68,7 @@ def agree(shared: ByBucket, tensors: Sequence[torch.Tensor | None]) -> None:
             view.copy_(tensor.detach())
 
 
-def agreed(shared: ByBucket, tensors: Sequence[torch.Tensor | None]) -> None:
+def copy_agreed_values(shared: ByBucket, tensors: Sequence[torch.Tensor | None]) -> None:
     """Writes the values that all ranks had after the last exchange into `tensors`, by tensor number."""
     for buffers in shared.values():
         mine = [tensors[s.tensor] for s in buffers.layout.slices]
@@ -76,7 +76,7 @@ def agreed(shared: ByBucket, tensors: Sequence[torch.Tensor | None]) -> None:
             tensor.copy_(view)
 
 
-def pass_on(before: ByBucket, after: ByBucket) -> None:
+def copy_known_values(before: ByBucket, after: ByBucket) -> None:
     known = [part for buffers in before.values() for part in split_by_tensor(buffers.layout.slices, 0, buffers.values)]
     for buffers in after.values():
         for at, values in overlaps(known, buffers.layout.slices):

@@ -36,19 +36,19 @@ class Units:
         self.weight, self.scale, self.rate = other.weight, other.scale, other.rate
         self.total = other.total
 
-    def rate_of(self, bucket: WorkerBucket) -> float:
+    def encoding_rate(self, bucket: WorkerBucket) -> float:
         """Returns the factor by which a bucket's gradients are multiplied before encoding, apart from weight and loss scale:
         the learning rate if the codec encodes weight updates, else 1."""
-        return self.rate if bucket.in_updates else 1.0
+        return self.rate if bucket.encodes_updates else 1.0
 
-    def scale_of(self, bucket: WorkerBucket) -> float:
+    def encoding_divisor(self, bucket: WorkerBucket) -> float:
         """Returns the number by which gradients are divided before encoding: the loss scale, divided by the learning rate if
         the bucket encodes weight updates.
 
         Without this division, a change of the loss scale would falsify every residual. The same holds for the learning rate in
         codecs of weight updates.
         """
-        return 1.0 if bucket.buffer else self.scale / (self.rate if bucket.in_updates else 1.0)
+        return 1.0 if bucket.buffer else self.scale / (self.rate if bucket.encodes_updates else 1.0)
 
     def divisor(self, bucket: WorkerBucket) -> float:
         """Returns the total weight by which a bucket's contributions are divided; 0 if the bucket's result is a weighted sum,
@@ -75,12 +75,12 @@ class Units:
         """Returns the factor by which gradients are multiplied before encoding, if the total weight is assumed to be `total`.
         Codecs with residuals encode parts of the mean. Paths over collectives apply this scale later, when they know the total
         weight, so they need not assume it."""
-        part = self.weight * bucket.ranks / self.scale_of(bucket)
+        part = self.weight * bucket.ranks / self.encoding_divisor(bucket)
         return part * (self.members / total) if bucket.assumes_total else part
 
     def average(self, bucket: WorkerBucket, weight: float) -> float | torch.Tensor | None:
         """Returns the factor from the received sum to the average; None if all workers have weight 0."""
-        scale = self.scale_of(bucket)
+        scale = self.encoding_divisor(bucket)
         try:
             average = bucket.over_weight(scale, weight)
         except ZeroDivisionError:

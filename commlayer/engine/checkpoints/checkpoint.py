@@ -25,11 +25,11 @@ import torch
 from safetensors import SafetensorError
 
 from commlayer import records
-from commlayer.cluster.calls.messages import MAX_PLAN_NBYTES, named_at
+from commlayer.cluster.calls.messages import MAX_PLAN_NBYTES, blame_position
 from commlayer.cluster.processes.collectives import Groups, all_or_none, gather, gather_values
 from commlayer.cluster.servers.server_codecs import CodecOps
-from commlayer.compressors import codec_of, restore, snapshot
-from commlayer.compressors.feedback import in_updates
+from commlayer.compressors import make_codec, restore, snapshot
+from commlayer.compressors.feedback import encodes_updates
 from commlayer.compressors.residual_slices import Residuals, ResidualSlice, merge_residuals, residual_on, split_by_tensor
 from commlayer.engine.buckets import shared_buffers
 from commlayer.engine.buckets.bucket import EncodedBucket
@@ -40,22 +40,22 @@ from commlayer.engine.checkpoints.checkpoint_files import (
     MAX_NUMBER_STEP,
     PLAN,
     TRAINING,
+    CheckpointHeader,
     Files,
-    Mark,
     SaveOnDisk,
-    belongs,
+    assign_file_reader,
+    belongs_to_checkpoint,
+    checkpoint_folder,
     files_in,
-    folder_of,
+    find_checkpoints,
     keep_only,
     numbers,
     own_files,
-    path_of,
     read,
-    reader_of,
     reading,
     remove,
-    saves_of,
     seal,
+    tensor_file_path,
     write,
     writing,
 )
@@ -118,7 +118,7 @@ def restore_worker(context: DistributedJob, state: Mapping[str, Any]) -> None:
     tensors: Mapping[str, torch.Tensor] = state["tensors"]
     worker.drain()
     for bucket in worker.buckets:
-        restore(bucket.ledger.state, _of_bucket(tensors, bucket.id))
+        restore(bucket.ledger.state, _tensors_of_bucket(tensors, bucket.id))
     for bucket in worker.buckets:
         bucket.forget()
         bucket.ledger.inherited = tensors.get(f"{CARRY}{bucket.id}")
@@ -158,11 +158,12 @@ def _save(context: JobContext, replica: Replica, directory: Path, extra: Mapping
     rows = gather(groups, [highest, secrets.randbits(62), context.training_id])
     number, first = next_number([row[0] for row in rows]), context.rank == 0
     context.training_id = max(row[2] for row in rows) or rows[0][1]
-    mark = Mark(save=f"{rows[0][1]:016x}", step=context.passes, round=0 if job is None else job.worker.step,
-                world=context.world, servers=0 if plan is None else plan.servers,
-                plan="" if plan is None else records.digest(plan), rate=1.0 if job is None else job.worker.units.rate,
-                members=context.first_world, sites=_unlike(groups), training_id=context.training_id)
-    folder = folder_of(directory, number)
+    mark = CheckpointHeader(save=f"{rows[0][1]:016x}", step=context.passes, round=0 if job is None else job.worker.step,
+                            world=context.world, servers=0 if plan is None else plan.servers,
+                            plan="" if plan is None else records.digest(plan), rate=1.0
+                            if job is None else job.worker.units.rate,
+                            members=context.first_world, sites=_unlike(groups), training_id=context.training_id)
+    folder = checkpoint_folder(directory, number)
 
     def training() -> Files:
         return {f"{TRAINING}{context.rank}": replica.state(context, plan, extra, model=model)}
@@ -184,7 +185,7 @@ def _save(context: JobContext, replica: Replica, directory: Path, extra: Mapping
             with writing(directory):
                 write(folder, contents | ((whole or training()) if own else {}), mark, plan if first else None)
         with all_or_none(groups, SAVING), writing(directory):
-            if context.logs and not path_of(folder, f"{TRAINING}0").exists():
+            if context.logs and not tensor_file_path(folder, f"{TRAINING}0").exists():
                 write(folder, whole or training(), mark, plan)
             if first:
                 seal(folder, mark)
@@ -212,7 +213,7 @@ class FoundCheckpoint(NamedTuple):
     """The checkpoint that all ranks load, and which rank reads which of its files."""
 
     folder: Path
-    mark: Mark
+    mark: CheckpointHeader
     exact: bool
     """True: the job has as many workers as the job that saved the checkpoint, and each rank has its own files."""
     readers: dict[str, int]
@@ -229,7 +230,7 @@ def find(groups: Groups | None, rank: int, world: int, directory: Path) -> Found
     """Finds the newest complete checkpoint in the directory; returns None if no rank has any checkpoint. All ranks call it
     together."""
     with all_or_none(groups, LOADING), reading(directory):
-        mine = saves_of(directory)
+        mine = find_checkpoints(directory)
     rows = gather_values(groups, mine, list[SaveOnDisk], LIST_NBYTES, "a list of checkpoints")
     faults: list[str] = []
     for number, save in sorted({(held.number, held.save) for row in rows for held in row}, reverse=True):
@@ -245,22 +246,23 @@ def find(groups: Groups | None, rank: int, world: int, directory: Path) -> Found
             fault = "no rank has its model"
         else:
             refuse_mixture(directory, rows, number, save, mark)
-            readers = {name: reader_of(name, holders[name], world) for name in (*mark.files, PLAN) if name in holders}
+            readers = {name: assign_file_reader(name, holders[name], world) for name in (*mark.files, PLAN) if name in holders}
             exact = mark.world == world and mark.sites == _unlike(groups) and all(
-                readers.get(name) == reader_of(name, range(world), world) for name in mark.files)
+                readers.get(name) == assign_file_reader(name, range(world), world) for name in mark.files)
             if faults and rank == 0:
                 log.warning("resume(): loading the checkpoint of step %d, because a newer one is not complete: %s", mark.step,
                             faults[0])
-            return FoundCheckpoint(folder_of(directory, number), mark, exact, readers)
+            return FoundCheckpoint(checkpoint_folder(directory, number), mark, exact, readers)
         because = next((f": {held.fault}" for held in on.values() if held.fault), "")
-        faults.append(f"{folder_of(directory, number)}: {fault}{because}")
+        faults.append(f"{checkpoint_folder(directory, number)}: {fault}{because}")
     if faults:
         raise InvalidInput("E-CHECKPOINT", f"{faults[0]}; there is no complete checkpoint: pass another directory, or an empty "
                                            "one to start from the beginning")
     return None
 
 
-def refuse_mixture(directory: Path, rows: Sequence[Sequence[SaveOnDisk]], number: int, save: str, mark: Mark) -> None:
+def refuse_mixture(directory: Path, rows: Sequence[Sequence[SaveOnDisk]], number: int, save: str,
+                   mark: CheckpointHeader) -> None:
     """Raises an error if ranks have checkpoints of different trainings, or files of different checkpoints. A rank may have an
     older checkpoint of the same training: its home was away when the others saved."""
     for rank, row in enumerate(rows):
@@ -282,7 +284,7 @@ def server_states(job: DistributedJob, undone: dict[int, int]) -> Files:
     Worker.roll_back."""
     undone, contents = job.all_undone(undone), {}
     with all_or_none(job.groups, SAVING):
-        for server in _servers_of(job):
+        for server in _assigned_servers(job):
             tensors: dict[str, torch.Tensor] = {}
             for bucket in _summed_by(job.plan, server):
                 data = job.uplink.fetch_state(server, bucket.id, undone.get(bucket.id, 0))
@@ -302,7 +304,8 @@ def load_training(
     own_rank = rank - shards.local
     with all_or_none(groups, LOADING), reading(found.folder):
         held = sorted((name for name in files_in(found.folder)
-                       if name.startswith(TRAINING) and belongs(path_of(found.folder, name), found.mark)),
+                       if name.startswith(TRAINING)
+                       and belongs_to_checkpoint(tensor_file_path(found.folder, name), found.mark)),
                       key=lambda name: (name != f"{TRAINING}{own_rank}", int(name.removeprefix(TRAINING))))
         state = read(found.folder, held[0], found.mark) if held else {}
     having = [row[0] for row in gather(groups, [bool(state)])]
@@ -336,7 +339,7 @@ def load_codecs(
         context.stream.log.append(CheckpointEvent(action="loaded", step=context.passes, directory=str(directory)))
     if not isinstance(context, DistributedJob):
         if mark.plan:
-            context.say("resume(): the residuals in the checkpoint are dropped, because this job has one worker")
+            context.log_decision("resume(): the residuals in the checkpoint are dropped, because this job has one worker")
         return
     try:
         if mark.plan:
@@ -376,9 +379,9 @@ def _restore_unchanged(context: DistributedJob, found: FoundCheckpoint) -> None:
         states = {name: read(found.folder, name, found.mark)
                   for name in own_files(context.rank, context.world, worker.plan.servers)}
     with all_or_none(context.groups, LOADING):  # no rank may push before every server has its state back
-        for server in _servers_of(context):
+        for server in _assigned_servers(context):
             for bucket in _summed_by(worker.plan, server):
-                data = safetensors.torch.save(_of_bucket(states[f"server-{server}"], bucket.id))
+                data = safetensors.torch.save(_tensors_of_bucket(states[f"server-{server}"], bucket.id))
                 link.put_state(server, bucket.id, found.mark.round, data)
         restore_worker(context, {"step": found.mark.round, "plan": found.mark.plan, "tensors": states[f"rank-{context.rank}"]})
 
@@ -404,15 +407,15 @@ def _inherit_residuals(context: DistributedJob, found: FoundCheckpoint, plan: Pl
         how += f", except those in {', '.join(lost)}, which no rank has"
     if not fits:
         how = "are lost, because " + (f"no rank has {PLAN}" if plan is None else "other tensors are trained now")
-    context.say(f"resume(): residuals of the {mark.world} workers that wrote the checkpoint {how}")
+    context.log_decision(f"resume(): residuals of the {mark.world} workers that wrote the checkpoint {how}")
 
 
 def forget_residuals(context: DistributedJob) -> None:
     """Clears the codec states of this rank and of the servers that are assigned to it."""
     worker = context.worker
-    for server in _servers_of(context) if worker.step else ():  # before the first step, codecs have no state
+    for server in _assigned_servers(context) if worker.step else ():  # before the first step, codecs have no state
         for bucket in _summed_by(worker.plan, server):
-            empty = CodecOps(codec_of(bucket, plan=worker.plan), bucket, worker.plan.job).snapshot()
+            empty = CodecOps(make_codec(bucket, plan=worker.plan), bucket, worker.plan.job).snapshot()
             context.uplink.put_state(server, bucket.id, worker.step, empty)
     for each in worker.buckets if worker.step else ():
         each.ledger.clear()
@@ -427,30 +430,30 @@ def take_residuals(context: DistributedJob, own: Residuals, agree: Callable[[], 
     """Adds loaded residuals to those of this rank. All ranks call it together. `agree` records that buffers are equal."""
     residuals = context.site.own_part(own, context.worker.job, context.groups.timeout_s)
     with all_or_none(context.groups, LOADING):
-        inherit_residuals(context.worker, residuals, context.memory.effect)
+        inherit_residuals(context.worker, residuals, context.memory.gradient_effect)
         if context.local is not None:
             context.local.pending_residuals.inherit(context.worker.pending_residuals)
         agree()
 
 
-def residuals_in(tensors: Mapping[str, torch.Tensor], plan: Plan, mark: Mark, *, late: bool = False) -> Residuals:
+def residuals_in(tensors: Mapping[str, torch.Tensor], plan: Plan, mark: CheckpointHeader, *, late: bool = False) -> Residuals:
     """Returns the residuals in the file of a rank or a server. `late`: with results that would have been applied one step late,
     which the files of all ranks contain."""
     found: list[ResidualSlice] = []
     for bucket in plan.buckets:
-        codec = codec_of(bucket, plan=plan)
+        codec = make_codec(bucket, plan=plan)
         names = {f"{RESIDUAL}{bucket.id}", f"{CARRY}{bucket.id}"} & tensors.keys()
-        state = _of_bucket(tensors, bucket.id)
+        state = _tensors_of_bucket(tensors, bucket.id)
         whole = [tensors[name] for name in names]
         if bucket.served and f"{RESIDUAL}{bucket.id}" not in names:
             whole += [t.reshape(-1) for name, t in state.items() if name.rpartition(".")[2] == "residual"]
         own = [part for values in whole for part in split_by_tensor(bucket.slices, 0, values)]
-        if late and "x" in (result := _of_bucket(tensors, bucket.id, "late.")) and result["weight"]:
+        if late and "x" in (result := _tensors_of_bucket(tensors, bucket.id, "late.")) and result["weight"]:
             in_means = bucket.path != "allreduce" and (codec.has_residual or codec.has_server_residual)
             factor = 1.0 if in_means else mark.members / float(result["weight"])
             for part, used in zip(split_by_tensor(bucket.slices, 0, result["x"]), result["used"].tolist(), strict=True):
                 own += [part.times(factor)] if used else []
-        found += [part.times(1.0 / mark.rate if in_updates(codec) else 1.0) for part in own]
+        found += [part.times(1.0 / mark.rate if encodes_updates(codec) else 1.0) for part in own]
     pending = [ResidualSlice(int(name.removeprefix(PENDING)), 0, t.reshape(-1))
                for name, t in tensors.items() if name.startswith(PENDING)]
     return Residuals(pending, found) if plan.steps_locally else Residuals(found + pending)
@@ -461,7 +464,7 @@ def not_loaded(context: JobContext, directory: Path, error: Exception) -> CommEr
     cause = error if isinstance(error, CommError) else CommError(f"{type(error).__name__}: {error}")
     if departed := context.members.departed(context.waits.verdict_s):
         peer = departed[0]
-        at = named_at(str(cause), peer)
+        at = blame_position(str(cause), peer)
         cause = PeerLost(str(cause)[at:].partition(": ")[2] if at >= 0 else "is gone", peer=peer)
     elif isinstance(explained := context.explain(cause), CommError):
         cause = explained
@@ -483,7 +486,7 @@ def _saved_plan(context: DistributedJob, found: FoundCheckpoint) -> Plan | None:
     return records.decode(shared, Plan, f"plan {found.folder / PLAN}") if shared else None
 
 
-def _servers_of(context: DistributedJob) -> list[int]:
+def _assigned_servers(context: DistributedJob) -> list[int]:
     """Returns the ids of the servers whose files this rank writes and reads. Each server is assigned to one rank."""
     return [s for s in range(context.plan.servers) if s % context.world == context.rank]
 
@@ -492,7 +495,7 @@ def _summed_by(plan: Plan, server: int) -> list[Bucket]:
     return [b for b in plan.buckets if b.served and b.server == server]
 
 
-def _of_bucket(tensors: Mapping[str, torch.Tensor], bucket: int, kind: str = "") -> dict[str, torch.Tensor]:
+def _tensors_of_bucket(tensors: Mapping[str, torch.Tensor], bucket: int, kind: str = "") -> dict[str, torch.Tensor]:
     prefix = f"{kind}{bucket}."
     return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
 

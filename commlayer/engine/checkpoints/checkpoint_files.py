@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 
 from commlayer import files, records
 from commlayer.engine.epochs.replica import on_host
-from commlayer.errors import InvalidInput, coded
+from commlayer.errors import InvalidInput, append_code
 from commlayer.records import Plan, Record, complete
 from commlayer.transport.protocol import SERVER_BASE
 
@@ -35,7 +35,7 @@ MAX_SAVES, LIST_NBYTES = 8, 1 << 20
 with 2,000 workers."""
 
 
-class Mark(Record, frozen=True):
+class CheckpointHeader(Record, frozen=True):
     """Header that all files of one checkpoint have in common. The manifest consists only of this header."""
 
     save: str
@@ -68,7 +68,7 @@ class SaveOnDisk(Record, frozen=True):
 
     number: int
     save: str = ""
-    mark: Mark | None = None
+    mark: CheckpointHeader | None = None
     files: tuple[str, ...] = ()
     """Names of the files that are complete."""
     sealed: bool = False
@@ -83,7 +83,8 @@ def writing(directory: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise OSError(coded("E-FILE", f"{directory}: checkpoint() cannot write in this directory: {_seen(error)}; choose a "
+        raise OSError(append_code("E-FILE",
+                                  f"{directory}: checkpoint() cannot write in this directory: {_seen(error)}; choose a "
                                       "directory that this process can create and that has space")) from None
 
 
@@ -101,7 +102,7 @@ def _seen(error: OSError) -> str:
     return f"{error.strerror} ({error.filename})" if error.strerror and error.filename else error.strerror or str(error)
 
 
-def folder_of(directory: Path, number: int) -> Path:
+def checkpoint_folder(directory: Path, number: int) -> Path:
     return directory / f"{FOLDER}{number}"
 
 
@@ -119,23 +120,23 @@ def own_files(rank: int, world: int, servers: int) -> list[str]:
     return [f"rank-{rank}", *(f"server-{s}" for s in range(rank, servers, world))]
 
 
-def reader_of(name: str, holders: Sequence[int], world: int) -> int:
+def assign_file_reader(name: str, holders: Sequence[int], world: int) -> int:
     """Returns the rank that reads a file. It is a rank that has the file: if possible, the rank for which `own_files` names the
     file."""
     number = int(name.rpartition("-")[2]) if name != PLAN else 0
     return number % world if number % world in holders else holders[number % len(holders)]
 
 
-def write(folder: Path, states: Files, mark: Mark, plan: Plan | None) -> None:
+def write(folder: Path, states: Files, mark: CheckpointHeader, plan: Plan | None) -> None:
     """Writes one rank's files and the plan, and returns when they are safely on disk."""
     folder.mkdir(parents=True, exist_ok=True)
     meta = {"format": FORMAT} | {name: str(value) for name, value in msgspec.structs.asdict(mark).items()}
     for name, tensors in states.items():
-        path = path_of(folder, name)
+        path = tensor_file_path(folder, name)
         try:
             safetensors.torch.save_file({n: on_host(t) for n, t in tensors.items()}, path, metadata=meta)
         except SafetensorError as error:
-            raise OSError(coded("E-FILE", f"{path}: the file cannot be written: {error}")) from None
+            raise OSError(append_code("E-FILE", f"{path}: the file cannot be written: {error}")) from None
         files.sync(path)
     if plan is not None:
         files.write_whole({folder / PLAN: records.encode(plan)}, durable=True)
@@ -143,7 +144,7 @@ def write(folder: Path, states: Files, mark: Mark, plan: Plan | None) -> None:
     files.sync(folder.parent)
 
 
-def seal(folder: Path, mark: Mark) -> None:
+def seal(folder: Path, mark: CheckpointHeader) -> None:
     """Marks a checkpoint as complete by writing its manifest. Called once all ranks have written their files."""
     files.write_whole({folder / MANIFEST: records.encode(mark)}, durable=True)
 
@@ -161,7 +162,7 @@ def remove(folder: Path) -> None:
 def keep_only(directory: Path, number: int) -> None:
     for other in numbers(directory):
         if other != number:
-            remove(folder_of(directory, other))
+            remove(checkpoint_folder(directory, other))
 
 
 def files_in(folder: Path) -> list[str]:
@@ -169,47 +170,47 @@ def files_in(folder: Path) -> list[str]:
     return [path.name.removesuffix(".safetensors") for path in sorted(folder.iterdir())] if folder.is_dir() else []
 
 
-def saves_of(directory: Path) -> list[SaveOnDisk]:
+def find_checkpoints(directory: Path) -> list[SaveOnDisk]:
     """Returns the newest checkpoints in the directory that this rank finds, newest first. There are several checkpoints if jobs
     ended while they saved."""
-    return [_look(directory, number) for number in [*reversed(numbers(directory))][:MAX_SAVES]]
+    return [_find_checkpoint(directory, number) for number in [*reversed(numbers(directory))][:MAX_SAVES]]
 
 
-def _look(directory: Path, number: int) -> SaveOnDisk:
+def _find_checkpoint(directory: Path, number: int) -> SaveOnDisk:
     """Returns the checkpoint with the given number. It reads the headers of the files; a file whose header differs from the
     manifest belongs to another checkpoint."""
-    folder = folder_of(directory, number)
-    marks: dict[str, Mark] = {}
+    folder = checkpoint_folder(directory, number)
+    marks: dict[str, CheckpointHeader] = {}
     fault = ""
     for name in files_in(folder):
         try:
             if name.startswith((TRAINING, "rank-", "server-")):
-                marks[name] = mark_of(path_of(folder, name))
+                marks[name] = read_mark(tensor_file_path(folder, name))
             elif name == MANIFEST:
-                marks[name] = records.decode((folder / MANIFEST).read_bytes(), Mark, str(folder / MANIFEST))
+                marks[name] = records.decode((folder / MANIFEST).read_bytes(), CheckpointHeader, str(folder / MANIFEST))
         except ValueError as error:
             fault = fault or str(error)
     if not marks:
         return SaveOnDisk(number, fault=fault or f"{folder}: no file of a checkpoint")
     mark = marks.get(MANIFEST) or next(iter(marks.values()))
     same = tuple(name for name, other in marks.items() if other == mark and name != MANIFEST)
-    foreign = next((f"{path_of(folder, name)} belongs to another checkpoint, of step {other.step}"
+    foreign = next((f"{tensor_file_path(folder, name)} belongs to another checkpoint, of step {other.step}"
                     for name, other in marks.items() if other != mark), "")
     plan = (PLAN,) if (folder / PLAN).is_file() else ()
     return SaveOnDisk(number, mark.save, mark, same + plan, MANIFEST in marks, fault, foreign)
 
 
-def read(folder: Path, name: str, mark: Mark) -> dict[str, torch.Tensor]:
+def read(folder: Path, name: str, mark: CheckpointHeader) -> dict[str, torch.Tensor]:
     """Returns the tensors in one file of the checkpoint whose header is `mark`."""
-    path = path_of(folder, name)
-    if (other := mark_of(path)) != mark:
+    path = tensor_file_path(folder, name)
+    if (other := read_mark(path)) != mark:
         raise InvalidInput("E-CHECKPOINT", f"{path}: this file is of step {other.step}, but the checkpoint is of step "
                                            f"{mark.step}")
     with safe_open(path, framework="pt") as file:
         return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
 
 
-def mark_of(path: Path) -> Mark:
+def read_mark(path: Path) -> CheckpointHeader:
     """Reads the header of a file. Raises InvalidInput if the file is truncated or of another format."""
     try:
         with safe_open(path, framework="pt") as file:
@@ -220,18 +221,18 @@ def mark_of(path: Path) -> Mark:
         raise InvalidInput("E-CHECKPOINT", f"{path}: the file has format {version!r}, but this version of commlayer reads "
                                            f"{FORMAT!r}: resume with the version that wrote it")
     try:
-        return msgspec.convert(meta, complete(Mark), strict=False)
+        return msgspec.convert(meta, complete(CheckpointHeader), strict=False)
     except msgspec.ValidationError as error:
         raise InvalidInput("E-CHECKPOINT", f"{path}: the file's header is invalid: {error}") from None
 
 
-def belongs(path: Path, mark: Mark) -> bool:
+def belongs_to_checkpoint(path: Path, mark: CheckpointHeader) -> bool:
     """Returns True if a file is complete and belongs to the checkpoint whose header is `mark`."""
     try:
-        return mark_of(path) == mark
+        return read_mark(path) == mark
     except ValueError:
         return False
 
 
-def path_of(folder: Path, name: str) -> Path:
+def tensor_file_path(folder: Path, name: str) -> Path:
     return folder / f"{name}.safetensors"

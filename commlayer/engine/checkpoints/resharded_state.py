@@ -20,10 +20,10 @@ from commlayer.engine.checkpoints.checkpoint import (
     take_residuals,
     worker_state,
 )
-from commlayer.engine.checkpoints.checkpoint_files import Mark
+from commlayer.engine.checkpoints.checkpoint_files import CheckpointHeader
 from commlayer.engine.epochs.replica import Replica
 from commlayer.engine.job.job import DistributedJob, JobContext
-from commlayer.engine.model.shard_parameters import local_of
+from commlayer.engine.model.shard_parameters import local_elements
 from commlayer.errors import InvalidInput
 from commlayer.planner.shards import Shards
 from commlayer.records import Slice
@@ -31,14 +31,14 @@ from commlayer.records import Slice
 RESIDUAL = "residual."
 
 
-def state_of(context: JobContext, replica: Replica) -> dict[str, Any]:
+def collect_training_state(context: JobContext, replica: Replica) -> dict[str, Any]:
     """Returns the number of steps and, for each trained parameter, the sum of all ranks' and servers' residuals, divided among
     the ranks. All ranks call it together."""
     job = context if isinstance(context, DistributedJob) else None
     if context.local is not None:
         raise InvalidInput("E-CHECKPOINT", "the session's state for torch.distributed.checkpoint does not include local steps: "
                                            "use session.checkpoint()")
-    residuals = Residuals() if job is None else _residuals_of(job)
+    residuals = Residuals() if job is None else _collect_residuals(job)
     state: dict[str, Any] = {"step": context.passes, "members": context.first_world}
     mesh = None if job is None else DeviceMesh.from_group(job.groups.hosts.group, "cpu")
     for number, (name, numel) in enumerate(replica.trained.items()):
@@ -48,7 +48,7 @@ def state_of(context: JobContext, replica: Replica) -> dict[str, Any]:
     return state
 
 
-def _residuals_of(job: DistributedJob) -> Residuals:
+def _collect_residuals(job: DistributedJob) -> Residuals:
     """Returns the residuals of this rank and of the servers that it saves."""
     with all_or_none(job.groups, SAVING):
         job.worker.drain()
@@ -56,8 +56,8 @@ def _residuals_of(job: DistributedJob) -> Residuals:
     servers = server_states(job, undone)
     plan = job.plan
     with all_or_none(job.groups, SAVING):
-        mark = Mark(save="", step=job.passes, round=job.worker.step, world=job.world, servers=plan.servers, plan="",
-                    rate=job.worker.units.rate, members=job.first_world)
+        mark = CheckpointHeader(save="", step=job.passes, round=job.worker.step, world=job.world, servers=plan.servers, plan="",
+                                rate=job.worker.units.rate, members=job.first_world)
         each = [residuals_in(worker_state(job)["tensors"], plan, mark, late=job.rank == 0),
                 *(residuals_in(tensors, plan, mark) for tensors in servers.values())]
     return Residuals([part for one in each for part in one.gradients])
@@ -73,17 +73,17 @@ def _divided(x: torch.Tensor, groups: Groups, mesh: Any) -> torch.Tensor:
 
 
 def load(context: JobContext, replica: Replica, state: Mapping[str, Any]) -> None:
-    """Continues from a result of `state_of` with other values. All ranks call it together."""
+    """Continues from a result of `collect_training_state` with other values. All ranks call it together."""
     context.passes = int(state["step"])
     if not isinstance(context, DistributedJob):
         if any(state[RESIDUAL + name].any() for name in replica.trained):
-            context.say("the residuals in the checkpoint are dropped, because this job has one worker")
+            context.log_decision("the residuals in the checkpoint are dropped, because this job has one worker")
         return
     context.first_world = context.worker.units.members = int(state["members"])
     own = []
     for number, (name, numel) in enumerate(replica.trained.items()):
         start, _ = Shards(context.world).elements((numel,), context.rank)
-        own.append(ResidualSlice(number, start, local_of(state[RESIDUAL + name]).numpy()))
+        own.append(ResidualSlice(number, start, local_elements(state[RESIDUAL + name]).numpy()))
     with all_or_none(context.groups, LOADING):
         context.worker.drain()
     with all_or_none(context.groups, LOADING):  # no rank may push before every server is reset

@@ -31,21 +31,21 @@ from commlayer.cluster.processes import process_groups, site_process_group
 from commlayer.cluster.processes.collectives import Groups
 from commlayer.cluster.processes.rows import StepRows
 from commlayer.compressors import shares_state
-from commlayer.config import Config, judged_s, reconnect_window_s
+from commlayer.config import Config, continue_wait_s, reconnect_window_s
 from commlayer.engine.buckets.bucket import WorkerBucket
 from commlayer.engine.components import Pending
 from commlayer.engine.epochs.plan_switch import Recut
 from commlayer.engine.epochs.replica import Replica
-from commlayer.engine.epochs.schedule import LEAD, MOST_AT_ONCE, Joining, Proposal, decide, propose
+from commlayer.engine.epochs.schedule import LEAD, MOST_AT_ONCE, EpochProposal, Joining, decide, propose
 from commlayer.engine.epochs.state_relay import BATCH_NBYTES, WINDOW, NewestEpoch, StateRelay
 from commlayer.engine.hooks.callbacks import weakly
 from commlayer.engine.job.fixed_members import FixedMembers
 from commlayer.engine.job.job import DistributedJob
 from commlayer.errors import CommError, InvalidInput, PeerLost
-from commlayer.records import Epoch, Member, plan_of, sites_of
+from commlayer.records import Epoch, Member, group_by_site, plan_for_members
 from commlayer.transport.protocol import SERVER_BASE, Handle, peer_name
 
-PROPOSAL_NUMBERS = len(Proposal._fields)
+PROPOSAL_NUMBERS = len(EpochProposal._fields)
 FOLLOW_NBYTES = WINDOW * BATCH_NBYTES
 """Size of a model's parameters, in bytes, up to which a worker joins local steps without following them first: following takes
 one or two exchanges, and all wait for a smaller state no longer than that."""
@@ -56,7 +56,8 @@ keep results only for a short time, so a later worker might have to join again."
 
 
 class ChangingMembers(FixedMembers):
-    """The members of a job that can change. The membership threads call `offer`; the training thread calls everything else."""
+    """The members of a job that can change. The membership threads call `adopt_epoch`; the training thread calls everything
+    else."""
 
     elastic = True
 
@@ -94,17 +95,17 @@ class ChangingMembers(FixedMembers):
         context.members = self
         context.components.add(self)
         context.components.add(Recut(context))
-        context.uplink.subscribe_epochs(weakly(self.offer))
+        context.uplink.subscribe_epochs(weakly(self.adopt_epoch))
 
     @contextlib.contextmanager
-    def no_joins(self) -> Iterator[None]:
+    def without_joins(self) -> Iterator[None]:
         self._admits, before = False, self._admits
         try:
             yield
         finally:
             self._admits = before
 
-    def offer(self, epoch: Epoch) -> None:
+    def adopt_epoch(self, epoch: Epoch) -> None:
         self._known |= {member.rank: member for member in epoch.members}
         self._newest.epoch = epoch
 
@@ -119,12 +120,12 @@ class ChangingMembers(FixedMembers):
 
     def _whole_sites(self, gone: Set[int]) -> list[int]:
         """Returns the workers of all sites that have lost a worker."""
-        return [rank for site in sites_of(self._context.uplink.epoch.members) if gone & {*site} for rank in site]
+        return [rank for site in group_by_site(self._context.uplink.epoch.members) if gone & {*site} for rank in site]
 
     def patience(self) -> float:
         """Returns the extra seconds of each wait. The value does not depend on whether the coordinator replies now: it might
         reply again before the wait ends."""
-        return judged_s(self._config)
+        return continue_wait_s(self._config)
 
     def end_step(self) -> None:
         self._next_row()
@@ -139,11 +140,11 @@ class ChangingMembers(FixedMembers):
         self._row_members = tuple(m.rank for m in context.uplink.epoch.members)
         self._rows.start(*map(float, chain.from_iterable(self._proposals())))
 
-    def _proposals(self) -> list[Proposal]:
+    def _proposals(self) -> list[EpochProposal]:
         """Returns the next sites that this rank knows of: sites that join, followed by sites that follow results first. Any
         other sites come later."""
         newest, is_transferring = self._newest.epoch, self._transfer is not None and self._transfer.is_alive()
-        new = sites_of(m for m in newest.members if m.rank not in self.admitted)
+        new = group_by_site(m for m in newest.members if m.rank not in self.admitted)
         if self._joining or self._following or is_transferring:
             new = []
         context = self._context
@@ -181,7 +182,7 @@ class ChangingMembers(FixedMembers):
         follow = [p for _, each in found for p in each if p.member not in self.admitted | self.followers]
         self._decide(join, follow)
 
-    def _decide(self, join: Sequence[Proposal], follow: Sequence[Proposal]) -> None:
+    def _decide(self, join: Sequence[EpochProposal], follow: Sequence[EpochProposal]) -> None:
         """Admits the sites that the rows name."""
         self.next_plan = None
         if self._joining or self._following:
@@ -200,11 +201,11 @@ class ChangingMembers(FixedMembers):
         elif following := decide(0, self._first(), follow):
             self._following = following
             self.followers.update(one.member for one in following)
-            plan = plan_of(context.plan, epoch.members, (*epoch.members, *map(self._member, following)))
+            plan = plan_for_members(context.plan, epoch.members, (*epoch.members, *map(self._member, following)))
             invitation = self._replica.invitation(context, plan, following[0].first)
             self._start_transfer([m.rank for m in epoch.members], following, (invitation, b""), "state")
 
-    def _recut(self, join: Sequence[Proposal]) -> bool:
+    def _recut(self, join: Sequence[EpochProposal]) -> bool:
         """Returns True if the plan has to be cut for the sizes of sites that join, before they are admitted."""
         context, plan = self._context, self._context.plan
         sizes = {p.workers for p in join} | {*map(len, context.groups.sites)}
@@ -231,7 +232,7 @@ class ChangingMembers(FixedMembers):
             return []
         return self._whole_sites({rank for rank in self._row_members if rank not in received})
 
-    def between(self) -> None:
+    def continue_without_departed(self) -> None:
         # A row that is not sent yet belongs to a call of a component at the end of a step; servers may have another plan.
         if self._rows.sent or self._received is not None:
             self.settle()
@@ -261,9 +262,9 @@ class ChangingMembers(FixedMembers):
         epoch, gone = context.uplink.epoch, self._missing()
         before, givers = epoch.members, [m for m in epoch.members if m.rank not in gone]
         epoch = structs.replace(epoch, generation=epoch.generation + len(gone) + len(new), members=(*givers, *new))
-        state = self._replica.given(context, plan_of(context.plan, before, epoch.members), epoch)
+        state = self._replica.state_for_joiner(context, plan_for_members(context.plan, before, epoch.members), epoch)
         follow = {one.member for one in joining} <= self.followers
-        data = self._replica.encoded(self._replica.rest(state) if follow else state, apart=context.stepped_apart())
+        data = self._replica.encoded(self._replica.remaining_state(state) if follow else state, apart=context.stepped_apart())
         if worker.plan.steps_locally:
             self._enter(new)
         else:
@@ -280,16 +281,16 @@ class ChangingMembers(FixedMembers):
             self._transfer.join(REQUESTS_S)
         context.complete(Pending.STEP)
         context.rows.send()
-        state = self._replica.given(context, context.plan, context.uplink.epoch)
+        state = self._replica.state_for_joiner(context, context.plan, context.uplink.epoch)
         self._start_transfer([m.rank for m in context.uplink.epoch.members], following,
                              self._replica.encoded(state, apart=context.stepped_apart()), "snapshot")
 
     def _await_epoch(self, joining: Sequence[Joining]) -> None:
         """Waits until this rank knows an epoch in which these workers are members."""
         known = self._context.uplink.membership.await_epoch(max(one.generation for one in joining),
-                                                            self._context.waits.notice_s + judged_s(self._config))
+                                                            self._context.waits.notice_s + continue_wait_s(self._config))
         if known.generation > self._newest.epoch.generation:  # a membership thread is about to report it
-            self.offer(known)
+            self.adopt_epoch(known)
 
     def _start_transfer(self, givers: Sequence[int], joining: Sequence[Joining], state: tuple[bytes, bytes], name: str) -> None:
         transfer = functools.partial(self._transfer_state, givers, joining, state, name, self._transfer)
@@ -315,7 +316,7 @@ class ChangingMembers(FixedMembers):
             remaining = [rank for rank in givers if rank in present]
             new = [one.member for one in joining if one.member in present]
             if new and context.id in remaining:
-                StateRelay(self._newest, epoch, context.id, self._config.deadline_s, judged_s(self._config),
+                StateRelay(self._newest, epoch, context.id, self._config.deadline_s, continue_wait_s(self._config),
                            self._replica.most_nbytes, name).give(*state, remaining, new)
             return new
 
@@ -330,7 +331,8 @@ class ChangingMembers(FixedMembers):
             if {one.member for one in joining} <= self.admitted:
                 context.worker.latch(error)
             else:  # no member waits for workers that follow
-                context.say(f"could not give its state to {', '.join(peer_name(one.member) for one in joining)}: {error}")
+                context.log_decision(f"could not give its state to {', '.join(peer_name(one.member) for one in joining)}: "
+                                     f"{error}")
 
     @property
     def entering(self) -> bool:
@@ -374,12 +376,12 @@ class ChangingMembers(FixedMembers):
         epoch = structs.replace(former, generation=former.generation + changes, members=tuple(members))
         context.groups = new_world(context.groups, context.rows, self._config, self._home, epoch, context.id)
         context.terms.basis = context.terms.price = None
-        context.plan = context.worker.plan = plan_of(context.plan, former.members, members)
+        context.plan = context.worker.plan = plan_for_members(context.plan, former.members, members)
         context.uplink.switch_epoch(epoch)
         context.note_plan("members")
         context.components.new_members()
-        context.say(f"{what}; continuing with {len(members)} workers after {time.monotonic() - begin:.2g} s, as rank "
-                    f"{context.rank}", event_level=level)
+        context.log_decision(f"{what}; continuing with {len(members)} workers after {time.monotonic() - begin:.2g} s, as rank "
+                             f"{context.rank}", event_level=level)
 
 
 def can_follow(buckets: Iterable[WorkerBucket]) -> bool:
@@ -389,11 +391,11 @@ def can_follow(buckets: Iterable[WorkerBucket]) -> bool:
                for bucket in buckets)
 
 
-def proposals_in(row: Sequence[float]) -> tuple[list[Proposal], list[Proposal]]:
+def proposals_in(row: Sequence[float]) -> tuple[list[EpochProposal], list[EpochProposal]]:
     """Returns the valid proposals in a row: those of sites that join, and those of sites that follow."""
     if not all(map(math.isfinite, row)):
         return [], []
-    proposals = [Proposal(*map(int, row[at : at + PROPOSAL_NUMBERS])) for at in range(0, len(row), PROPOSAL_NUMBERS)]
+    proposals = [EpochProposal(*map(int, row[at : at + PROPOSAL_NUMBERS])) for at in range(0, len(row), PROPOSAL_NUMBERS)]
     join, follow = ([p for p in each if p.workers > 0 and 0 <= p.member <= SERVER_BASE - p.workers]
                     for each in (proposals[:MOST_AT_ONCE], proposals[MOST_AT_ONCE:]))
     return join, follow
@@ -407,7 +409,7 @@ def new_world(former: Groups, rows: StepRows, config: Config, home: str, epoch: 
     kv = KvClient(config.join, config, home, epoch.generation)
     site_process_group.change_members(kv, ids, ids.index(own), epoch.generation)
     process_groups.reset_counts()
-    sites = [[ids.index(rank) for rank in site] for site in sites_of(epoch.members)]
-    groups = Groups(sites, config.deadline_s, former.device, patience_s=judged_s(config), former=former)
+    sites = [[ids.index(rank) for rank in site] for site in group_by_site(epoch.members)]
+    groups = Groups(sites, config.deadline_s, former.device, patience_s=continue_wait_s(config), former=former)
     rows.change(groups.members, ids)
     return groups

@@ -11,13 +11,13 @@ from commlayer import records
 from commlayer.cluster.calls.messages import MAX_PLAN_NBYTES
 from commlayer.cluster.processes.collectives import Groups, all_or_none, gather
 from commlayer.engine.buckets.bucket_layout import trim
-from commlayer.engine.components import Component, Order, Pending
+from commlayer.engine.components import Component, ComponentOrder, Pending
 from commlayer.engine.job.job import DistributedJob
-from commlayer.engine.job.plan_agreement import OfferedPlan, bytes_of, plan_in
+from commlayer.engine.job.plan_agreement import OfferedPlan, encode_lowered_plan, plan_in
 from commlayer.engine.sync.sync_modes import with_modes
 from commlayer.engine.worker.worker import Worker
 from commlayer.errors import CommError, InvalidInput
-from commlayer.records import Member, Plan, plan_of, sites_of, with_updates
+from commlayer.records import Member, Plan, group_by_site, plan_for_members, with_updates
 
 
 def switch(context: DistributedJob, plan: Plan | None, *, by_itself: bool = False, requested: bool = False) -> None:
@@ -45,18 +45,18 @@ def switch(context: DistributedJob, plan: Plan | None, *, by_itself: bool = Fals
             if not requested:
                 raise
             context.drop_call(error, generation)
-            context.members.between()
-            plan, again = _of_those_left(plan, before, context.uplink.epoch.members), True
+            context.members.continue_without_departed()
+            plan, again = _plan_for_remaining(plan, before, context.uplink.epoch.members), True
     if prepared is not None:
         _complete(context, prepared)
 
 
-def _of_those_left(plan: Plan | None, before: Sequence[Member], now: Sequence[Member]) -> Plan | None:
+def _plan_for_remaining(plan: Plan | None, before: Sequence[Member], now: Sequence[Member]) -> Plan | None:
     """Returns the plan for the remaining members: where the plan names one codec per worker, the codecs of lost workers are
     removed."""
-    if plan is None or any(b.by_node and len(b.by_node) != len(sites_of(before)) for b in plan.buckets):
+    if plan is None or any(b.by_node and len(b.by_node) != len(group_by_site(before)) for b in plan.buckets):
         return plan
-    return plan_of(plan, before, now)
+    return plan_for_members(plan, before, now)
 
 
 class _Prepared(NamedTuple):
@@ -72,11 +72,11 @@ def _prepare(context: DistributedJob, plan: Plan | None, *, by_itself: bool, aga
     another worker than before, and have no plan; then returns None."""
     context.complete(Pending.DUE)
     if again and not gather(context.groups, [plan is not None])[0][0]:
-        context.say("the plan switch was cancelled: its proposer, the former rank 0, has left")
+        context.log_decision("the plan switch was cancelled: its proposer, the former rank 0, has left")
         return None
     old, groups = context.worker, context.groups
     offer = OfferedPlan(
-        lambda: bytes_of(context.site.shards.cut(
+        lambda: encode_lowered_plan(context.site.shards.cut(
             with_modes(_checked(plan), context.terms.requested), old.job,
             {*map(len, groups.sites), *context.members.joining_sizes})), context.rank)
     rows = _check_equal_rows(context, old, groups, len(offer.data))
@@ -110,7 +110,7 @@ def _complete(context: DistributedJob, prepared: _Prepared) -> None:
     old.close()
     old.forget_states()
     if prepared.note:
-        context.say(prepared.note)
+        context.log_decision(prepared.note)
     context.components.new_plan()
     trim()
 
@@ -136,14 +136,14 @@ def _send(context: DistributedJob, prepared: _Prepared) -> None:
                 cause = CommError(f"the switch to another plan failed: {error}")
                 old.latch(cause)
             context.drop_call(cause, generation)
-            context.members.between()
-            new.plan = _of_those_left(new.plan, before, link.epoch.members) or new.plan
+            context.members.continue_without_departed()
+            new.plan = _plan_for_remaining(new.plan, before, link.epoch.members) or new.plan
 
 
 class Recut(Component):
     """Switches a sharded job to a plan that is also cut for sites of another size, before they join."""
 
-    order = Order.CONTROLLER
+    order = ComponentOrder.CONTROLLER
 
     def __init__(self, context: DistributedJob) -> None:
         self._context = context

@@ -23,18 +23,18 @@ from commlayer.cluster.calls import messages
 from commlayer.cluster.processes.collectives import Groups
 from commlayer.compressors import shared_snapshot
 from commlayer.engine.buckets.bucket import EncodedBucket
-from commlayer.engine.buckets.shared_buffers import agree, agreed
+from commlayer.engine.buckets.shared_buffers import agree, copy_agreed_values
 from commlayer.engine.job.job import DistributedJob, JobContext, JoinedState
-from commlayer.engine.model.model_tensors import buffers_of, parameters_of
+from commlayer.engine.model.model_tensors import averaged_buffers, trained_parameters
 from commlayer.engine.model.shard_parameters import (
     engine_parameters,
+    gather_whole_tensor,
     is_sharded,
-    local_of,
-    original_of,
+    local_elements,
+    original_parameter,
     reshard,
-    shard_of,
     sharded_like,
-    whole_of,
+    take_shard,
 )
 from commlayer.engine.sync.local_steps import PENDING as RESIDUAL
 from commlayer.engine.worker.worker import Worker
@@ -127,8 +127,8 @@ class TakenState(NamedTuple):
 class Replica:
     def __init__(self, model: nn.Module, optimizer: Any = None, scaler: Any = None) -> None:
         self._model, self._optimizer, self._scaler = model, optimizer, scaler
-        self._trained = engine_parameters([p for _, p in parameters_of(model)])
-        self._averaged = [name for name, _ in buffers_of(model)]
+        self._trained = engine_parameters([p for _, p in trained_parameters(model)])
+        self._averaged = [name for name, _ in averaged_buffers(model)]
         self._sharded = {name: p for name, p in model.named_parameters() if is_sharded(p)}
         """The sharded parameters. During a step, FSDP keeps whole parameters in their place in the model."""
 
@@ -139,7 +139,7 @@ class Replica:
         history = max((group.get("history_size", 0) for group in groups), default=0)
         return most_state_nbytes([*self._model.parameters(), *self._model.buffers()], STATE_PER_ELEMENT + 2 * history)
 
-    def given(self, context: DistributedJob, plan: Plan, epoch: Epoch) -> dict[str, torch.Tensor]:
+    def state_for_joiner(self, context: DistributedJob, plan: Plan, epoch: Epoch) -> dict[str, torch.Tensor]:
         """Returns this rank's state for a joining worker, the last member of `epoch`. If the state cannot be read, returns the
         error instead. The tensors are those of the job."""
         codecs = _shared_codec_states(context)
@@ -156,16 +156,19 @@ class Replica:
         local, worker = context.local, context.worker
         return safetensors.torch.save({HEAD: _head(GivenState(
             follow=True, plan=records.encode(plan), step=step, row=context.rows.transport.number,
-            generation=worker.now.generation, matched=local is not None and local.matches, first_world=context.first_world))})
+            generation=worker.now.generation, matched=local is not None and local.matches_norms,
+            first_world=context.first_world))})
 
-    def rest(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Returns the part of a result of `given` that a worker still needs after it has received and followed an earlier one.
+    def remaining_state(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Returns the part of a result of `state_for_joiner` that a worker still needs after it has received and followed an
+        earlier one.
         The moments of its optimizer may be older, because each rank has its own."""
         return {name: t for name, t in state.items()
                 if not name.startswith(("parameter.", VELOCITY)) and not (name.startswith(STATE) and t.numel() > 1)}
 
     def encoded(self, state: Mapping[str, torch.Tensor], *, apart: bool) -> tuple[bytes, bytes]:
-        """Encodes a result of `given`: what only this rank gives, and what is equal on all ranks. `apart`: True if the
+        """Encodes a result of `state_for_joiner`: what only this rank gives, and what is equal on all ranks. `apart`: True if
+        the
         optimizers of ranks have different states."""
         own = {name for name in state if name.startswith((HEAD, BUFFER, *([STATE] if apart else [])))}
         parts = [{name: on_host(t) for name, t in state.items() if (name in own) == mine} for mine in (True, False)]
@@ -194,7 +197,7 @@ class Replica:
             state=None if optimizer is None else _plain(optimizer.state_dict(), tensors, f"{STATE}optimizer"),
             scaler=_plain(scaler.state_dict(), tensors, f"{STATE}scaler") if scaler is not None else {},
             followed={name: say() for name, say in context.followers.items()},
-            extra=_states_of(extra, tensors), model=model)
+            extra=_collect_script_states(extra, tensors), model=model)
         if job is not None and epoch is not None:
             head = msgspec.structs.replace(
                 head, epoch=epoch, training_id=job.training_id, joined=job.worker.now.joined,
@@ -210,13 +213,15 @@ class Replica:
             buffers = {name: b.detach().clone() for name, b in self._model.named_buffers()}
             if job is not None:
                 # The current buffers belong to one forward pass later and differ between ranks.
-                agreed(job.worker.shared_buffers, [*[None] * len(self._trained), *(buffers[name] for name in self._averaged)])
+                copy_agreed_values(job.worker.shared_buffers,
+                                   [*[None] * len(self._trained), *(buffers[name] for name in self._averaged)])
             tensors |= {f"buffer.{name}": b for name, b in buffers.items()}
-            starts = {} if local is None else dict(zip(map(id, map(original_of, self._trained)), local.starts, strict=True))
+            starts = {} if local is None else dict(zip(map(id, map(original_parameter, self._trained)), local.starts,
+                                                       strict=True))
             for name, parameter in self._model.named_parameters():
                 p = self._sharded.get(name, parameter)
-                start = starts.get(id(p), local_of(p).data).detach()
-                tensors[f"parameter.{name}"] = whole_of(sharded_like(p, start)) if is_sharded(p) else start
+                start = starts.get(id(p), local_elements(p).data).detach()
+                tensors[f"parameter.{name}"] = gather_whole_tensor(sharded_like(p, start)) if is_sharded(p) else start
         return tensors | ({} if local is None else self._each(local.snapshot(), _whole_like)) | {HEAD: _head(head)}
 
     def _each(
@@ -224,8 +229,8 @@ class Replica:
     ) -> dict[str, torch.Tensor]:
         """Returns the state of local steps after change(parameter, tensor) of starts and velocities. Pending residuals, which
         ranks also save for themselves, are left out if they are those of shards."""
-        sharded = any(map(is_sharded, map(original_of, self._trained)))
-        return {name: change(original_of(self._trained[int(name.rpartition(".")[2])]), tensor)
+        sharded = any(map(is_sharded, map(original_parameter, self._trained)))
+        return {name: change(original_parameter(self._trained[int(name.rpartition(".")[2])]), tensor)
                 if name.startswith((START, VELOCITY)) else tensor
                 for name, tensor in local.items() if not (sharded and name.startswith(RESIDUAL))}
 
@@ -242,7 +247,7 @@ class Replica:
         try:
             for p, start in zip(self._trained, local.starts, strict=True):
                 p.data.copy_(start)
-            agreed(context.worker.shared_buffers, [*[None] * len(self._trained), *shared])
+            copy_agreed_values(context.worker.shared_buffers, [*[None] * len(self._trained), *shared])
             yield
         finally:
             reshard(self._model)
@@ -258,7 +263,7 @@ class Replica:
         """Returns the part of a checkpoint that is different on each rank: current buffers, and the states of the script's own
         objects `extra`."""
         tensors: dict[str, torch.Tensor] = {}
-        head = _head(_states_of(extra, tensors))
+        head = _head(_collect_script_states(extra, tensors))
         buffers = dict(self._model.named_buffers())
         tensors |= {f"buffer.{name}": buffers[name].detach() for name in self._averaged}
         return {f"{OWN}{name}": t for name, t in (tensors | {HEAD: head}).items()}
@@ -272,7 +277,7 @@ class Replica:
         local = {name: t for name, t in tensors.items() if name.startswith(LOCAL)}
         if local:
             local |= {f"{START}{n}": start for n, start in enumerate(self.common(tensors)[0])}
-            local = self._each(local, shard_of)
+            local = self._each(local, take_shard)
         return TakenState(transfer, plan, JoinedState(local, restore, dict(transfer.followed), transfer.exchanged_steps),
                           {name: t for name, t in tensors.items() if name.startswith("late.")},
                           {name.removeprefix(CODEC): t for name, t in tensors.items() if name.startswith(CODEC)})
@@ -288,7 +293,8 @@ class Replica:
         self, rest: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor], starts: Sequence[torch.Tensor],
         velocity: Sequence[torch.Tensor | None],
     ) -> dict[str, torch.Tensor]:
-        """Returns a complete state: `rest`, which was received last, and what it lacks from the snapshot received before
+        """Returns a complete state: `remaining_state`, which was received last, and what it lacks from the snapshot received
+        before
         (`tensors`), with the weights and momentum that followed from it (`starts`, `velocity`)."""
         kept = {name: t for name, t in tensors.items() if name.startswith(("parameter.", STATE))}
         kept |= {f"parameter.{name}": start for name, start in zip(self._names_of_trained(), starts, strict=True)}
@@ -298,11 +304,11 @@ class Replica:
     @property
     def trained(self) -> dict[str, int]:
         """Numbers of elements of the trained parameters, by name."""
-        return {name: original_of(p).numel() for name, p in zip(self._names_of_trained(), self._trained, strict=True)}
+        return {name: original_parameter(p).numel() for name, p in zip(self._names_of_trained(), self._trained, strict=True)}
 
     def _names_of_trained(self) -> list[str]:
         names = {id(p): name for name, p in self._model.named_parameters()}
-        return [names[id(original_of(p))] for p in self._trained]
+        return [names[id(original_parameter(p))] for p in self._trained]
 
     def load(
         self, tensors: Mapping[str, torch.Tensor], extra: Mapping[str, Any], own: Mapping[str, torch.Tensor] | None, *,
@@ -326,7 +332,7 @@ class Replica:
         named = dict(self._model.named_buffers())
         for name in self._averaged if buffers and saved.model else ():
             named[name].data.copy_(of_states[f"buffer.{name}"])
-        return self._each({name: t for name, t in tensors.items() if name.startswith(LOCAL)}, shard_of)
+        return self._each({name: t for name, t in tensors.items() if name.startswith(LOCAL)}, take_shard)
 
     def _install(self, given: GivenState, tensors: Mapping[str, torch.Tensor], code: str, what: str) -> Callable[[], None]:
         """Writes model, optimizer and scaler. Returns a function that writes the optimizer's state once more."""
@@ -356,7 +362,7 @@ class Replica:
         if self._scaler is not None and given.scaler:
             self._scaler.load_state_dict(_whole(given.scaler, dict(tensors)))
         for name, tensor in targets.items():
-            local_of(tensor).data.copy_(shard_of(tensor, tensors[name]))
+            local_elements(tensor).data.copy_(take_shard(tensor, tensors[name]))
         return restore
 
 
@@ -372,7 +378,7 @@ def received(own: bytes, common: bytes) -> tuple[GivenState, dict[str, torch.Ten
     return transfer, tensors
 
 
-def _states_of(extra: Mapping[str, Any], tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+def _collect_script_states(extra: Mapping[str, Any], tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
     """Returns the states of the script's own objects, with names instead of tensors. The tensors are added to `tensors`."""
     for name, value in extra.items():
         if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
@@ -450,7 +456,7 @@ def _restore(optimizer: Any, state: Any, tensors: Mapping[str, torch.Tensor]) ->
         for p, number in zip(group["params"], kept["params"], strict=False):
             for name, value in saved["state"].get(number, {}).items() if is_sharded(p) else ():
                 if isinstance(value, torch.Tensor) and value.shape == p.shape:
-                    saved["state"][number][name] = sharded_like(p, shard_of(p, value).to(p.device))
+                    saved["state"][number][name] = sharded_like(p, take_shard(p, value).to(p.device))
     optimizer.load_state_dict(saved)
     for group, loaded in zip(groups, optimizer.param_groups, strict=True):
         group.update(loaded)
@@ -458,7 +464,7 @@ def _restore(optimizer: Any, state: Any, tensors: Mapping[str, torch.Tensor]) ->
 
 
 def _whole_like(p: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
-    return whole_of(sharded_like(p, shard.to(p.device))) if is_sharded(p) else shard
+    return gather_whole_tensor(sharded_like(p, shard.to(p.device))) if is_sharded(p) else shard
 
 
 def _plain(value: Any, tensors: dict[str, torch.Tensor], path: str) -> Any:
@@ -466,7 +472,7 @@ def _plain(value: Any, tensors: dict[str, torch.Tensor], path: str) -> Any:
     under its own path. Raises ValueError for a value that is neither a tensor nor of a plain type."""
     if isinstance(value, torch.Tensor):
         name = path if path not in tensors else f"{path}.{len(tensors)}"
-        tensors[name] = whole_of(value)
+        tensors[name] = gather_whole_tensor(value)
         return {TENSOR: name}
     if isinstance(value, Mapping):
         # An optimizer's parameters have an order that can differ between ranks, but their tensors must have equal names.

@@ -21,7 +21,7 @@ MOST_AT_ONCE = 4
 """Number of proposals in a row: the largest number of sites that join in the same step."""
 
 
-class Proposal(NamedTuple):
+class EpochProposal(NamedTuple):
     """A site that a member proposes in its row. `number`: number of workers that have joined, with the first one of this site.
     `member`: number of this first worker; the site's other workers have the numbers after it. `generation`: that of the
     coordinator's epoch in which they are members. `workers`: their number."""
@@ -44,17 +44,17 @@ class Joining(NamedTuple):
     workers: int = 1
 
 
-def propose(joined: int, new: Iterable[Sequence[int]], generation: int) -> list[Proposal]:
+def propose(joined: int, new: Iterable[Sequence[int]], generation: int) -> list[EpochProposal]:
     """Returns the proposals of a row. `new`: the workers of each site that is to join, in this order. `joined`: number of
     workers that have been admitted so far."""
-    proposals = list[Proposal]()
+    proposals = list[EpochProposal]()
     for site in islice(new, MOST_AT_ONCE):
-        proposals.append(Proposal(joined + 1, site[0], generation, len(site)))
+        proposals.append(EpochProposal(joined + 1, site[0], generation, len(site)))
         joined += len(site)
-    return proposals + [Proposal(0, 0, 0)] * (MOST_AT_ONCE - len(proposals))
+    return proposals + [EpochProposal(0, 0, 0)] * (MOST_AT_ONCE - len(proposals))
 
 
-def decide(joined: int, first: int, proposals: Iterable[Proposal]) -> list[Joining]:
+def decide(joined: int, first: int, proposals: Iterable[EpochProposal]) -> list[Joining]:
     """Returns the workers that rows admit from step `first` on. `joined`: number of workers that have been admitted so far. Of
     several proposals with the same number one is chosen; a site that is not chosen is proposed again."""
     chosen, left = list[Joining](), [*proposals]

@@ -43,7 +43,7 @@ class NewestEpoch:
         unresponsive coordinator are repeated."""
         self.epoch, self._notice_s, self.away_s = epoch, notice_s, away_s
 
-    def offer(self, epoch: Epoch) -> None:
+    def adopt_epoch(self, epoch: Epoch) -> None:
         self.epoch = epoch
 
     def run(self, act: Callable[[Epoch], T]) -> T:
@@ -54,14 +54,14 @@ class NewestEpoch:
             except PartnerLost:
                 continue
 
-    def lacks(self, workers: Iterable[int]) -> bool:
+    def lacks_members(self, workers: Iterable[int]) -> bool:
         """Returns True if one of these workers is no member."""
         return not {*workers} <= {member.rank for member in self.epoch.members}
 
     def will_lack(self, workers: Iterable[int]) -> bool:
         """Returns True if one of these workers is soon no member. The coordinator removes a member that it declares dead."""
         until = time.monotonic() + self._notice_s
-        while not (lacks := self.lacks(workers)) and time.monotonic() < until:
+        while not (lacks := self.lacks_members(workers)) and time.monotonic() < until:
             time.sleep(0.05)
         return lacks
 
@@ -104,7 +104,7 @@ class _Transfer(NamedTuple):
         begin, end = self.bounds(batch)
         return [(f"{self.name}/{batch}.{part}", giver) for part in range(-(-(end - begin) // PART_NBYTES))]
 
-    def giver(self, batch: int) -> StoreKey:
+    def giver_key(self, batch: int) -> StoreKey:
         return f"{self.name}/giver{batch}", ANY
 
     def end(self, window: int, member: int) -> StoreKey:
@@ -112,7 +112,7 @@ class _Transfer(NamedTuple):
         has completed the transfer."""
         return f"{self.name}/end{window}", member
 
-    def ends(self, window: int) -> list[StoreKey]:
+    def end_keys(self, window: int) -> list[StoreKey]:
         """Returns the end keys of all members: if one member hangs, all others wait for its key."""
         return [self.end(window, member) for member in (*self.givers, *self.joining)]
 
@@ -129,20 +129,21 @@ class StateRelay:
     """
 
     def __init__(
-        self, newest: NewestEpoch, epoch: Epoch, rank: int, limit_s: float, judged_s: float, most_nbytes: int,
+        self, newest: NewestEpoch, epoch: Epoch, rank: int, limit_s: float, continue_wait_s: float, most_nbytes: int,
         name: str = "state", check: Callable[[], None] = ignore,
     ) -> None:
         """`name`: names this transfer among those to the same workers. `check`: called during waits; an error that it raises
         ends them.
 
         `rank`: number of this rank. `limit_s`: longest wait for others, in seconds; the coordinator receives this limit.
-        `judged_s`: further seconds in which the coordinator decides whether missing members are lost. `most_nbytes`: largest
+        `continue_wait_s`: further seconds in which the coordinator decides whether missing members are lost. `most_nbytes`:
+        largest
         state that this rank receives or waits for."""
         self._newest, self._rank, self._most_nbytes = newest, rank, most_nbytes
         self._first, self._name, self._check_wait = epoch.members[0].rank, name, check
         self._partners = {rank, self._first}
         """The workers that take part, as far as this rank knows."""
-        self._limit_s, self._deadline_s = limit_s, limit_s + judged_s
+        self._limit_s, self._deadline_s = limit_s, limit_s + continue_wait_s
         self._written = defaultdict[int, list[StoreKey]](list)
         """Keys of this rank that nobody reads after a window has ended, by window."""
         self.announced = False
@@ -159,7 +160,7 @@ class StateRelay:
             for window in self._windows(transfer):
                 for batch in self._batches_to_give(transfer, window, len(common)):
                     self._give(transfer, window, batch, own if batch < transfer.own_batches else common)
-            self._meet(transfer)
+            self._wait_for_completion(transfer)
         finally:
             self._drop_all()
 
@@ -167,14 +168,14 @@ class StateRelay:
         """Yields each window when all have completed the last but one."""
         for window in range(transfer.windows):
             if window > 1:
-                self._read(transfer.ends(window - 2))
+                self._read(transfer.end_keys(window - 2))
                 self._drop(self._written.pop(window - 2, ()))
             yield window
             self._write(window + 2, [(transfer.end(window, self._rank), b"")])
 
     def _give(self, transfer: _Transfer, window: int, batch: int, data: bytes) -> None:
         """Sends one batch."""
-        self._write(window, [(transfer.giver(batch), msgspec.msgpack.encode(self._rank))])
+        self._write(window, [(transfer.giver_key(batch), msgspec.msgpack.encode(self._rank))])
         begin, end = transfer.bounds(batch)
         for key, start in zip(transfer.parts(batch, self._rank), range(begin, end, PART_NBYTES), strict=True):
             self._write(window, [(key, data[start : min(start + PART_NBYTES, end)])])
@@ -203,14 +204,14 @@ class StateRelay:
                 for batch in chain(*transfer.window(window)):
                     (own if batch < transfer.own_batches else common).extend(self._batch(transfer, batch))
             entered = enter(bytes(own), bytes(common))
-            self._meet(transfer)
+            self._wait_for_completion(transfer)
             return entered
         finally:
             self._drop_all()
 
     def _batch(self, transfer: _Transfer, batch: int) -> bytes:
         """Waits for one batch and reads it."""
-        (row,) = self._read([transfer.giver(batch)])
+        (row,) = self._read([transfer.giver_key(batch)])
         if (giver := unpack(row, int, peer_name(self._first), "a giver")) not in transfer.givers:
             raise CorruptFrame(f"names worker {giver} as a giver of the state, but these are {transfer.givers}",
                                peer=peer_name(self._first))
@@ -230,9 +231,9 @@ class StateRelay:
             self.announced = True
             among = *givers, *new
             fits = self._first in givers and joining in new and len({*among}) == len(among)
-            if fits and not self._newest.lacks(among) and self._partners <= {*among}:
+            if fits and not self._newest.lacks_members(among) and self._partners <= {*among}:
                 break
-            if self._newest.lacks(self._partners):
+            if self._newest.lacks_members(self._partners):
                 raise PartnerLost
             if not fits or time.monotonic() >= until:
                 present = sorted(member.rank for member in self._newest.epoch.members)
@@ -251,9 +252,9 @@ class StateRelay:
     def _announcement(self, joining: int) -> StoreKey:
         return f"{self._name}/{joining}", self._first
 
-    def _meet(self, transfer: _Transfer) -> None:
+    def _wait_for_completion(self, transfer: _Transfer) -> None:
         """Waits until all who take part in the transfer have completed it."""
-        self._read(transfer.ends(transfer.windows), put=[(transfer.end(transfer.windows, self._rank), b"")])
+        self._read(transfer.end_keys(transfer.windows), put=[(transfer.end(transfer.windows, self._rank), b"")])
 
     def _read(
         self, want: Sequence[StoreKey], put: Sequence[tuple[StoreKey, bytes]] = (), limit_s: float | None = None,
@@ -267,7 +268,7 @@ class StateRelay:
         while True:
             self._check_wait()
             try:
-                lost, store = self._newest.lacks(self._partners), site_process_group.kv_client()
+                lost, store = self._newest.lacks_members(self._partners), site_process_group.kv_client()
                 rows = store.request(
                     min(until, time.monotonic() + LOOK_S), put=put, want=want, wait=not lost, rank=self._rank, since=begin,
                     generation=self._newest.epoch.generation, limit_s=limit_s, call_s=BYTES_S).values

@@ -21,9 +21,9 @@ from torch.optim import Optimizer
 
 from commlayer.cluster.processes.collectives import decode_json
 from commlayer.engine.buckets.bucket_layout import all_finite
-from commlayer.engine.components import Component, Order
+from commlayer.engine.components import Component, ComponentOrder
 from commlayer.engine.job.job import DistributedJob
-from commlayer.engine.model.optimizers import HeldParameters, closure_of, watch
+from commlayer.engine.model.optimizers import HeldParameters, find_closure, watch
 from commlayer.errors import CommError
 
 MOST = 5
@@ -38,7 +38,7 @@ REMEDY = "check the data and the learning rate, and continue from the last check
 class FiniteSteps(Component):
     """Checks the gradients of one attached model for values that are not finite, before they are applied."""
 
-    order = Order.CHECKS
+    order = ComponentOrder.CHECKS
 
     def __init__(self, context: DistributedJob, parameters: Sequence[nn.Parameter], held: HeldParameters) -> None:
         """`parameters`: the averaged parameters, in the order of their numbers. `held`: returns which parameters belong to an
@@ -59,7 +59,7 @@ class FiniteSteps(Component):
         """Number of local steps that this rank has dropped and not reported yet, and the first tensor of the last one."""
         self._unshared = 0
         """Number of local steps since ranks last exchanged how many steps each has dropped."""
-        context.on_close.append(watch(self._before))
+        context.on_close.append(watch(self._check_before_step))
         if context.joined is not None and (counts := context.joined.followed.get(COUNTS)):
             self._spoilt, self._in_row = decode_json(counts.encode(), tuple[int, dict[int, int]], COUNTS, "the running job")
         context.followers[COUNTS] = self._common_counts
@@ -74,26 +74,26 @@ class FiniteSteps(Component):
         have not been applied."""
         if finite and self._found is None:
             self._in_row.pop(0, None)
-        self._found, self._dropped = "" if finite else self._whose(own), False
+        self._found, self._dropped = "" if finite else self._name_guilty_ranks(own), False
         if dropped and self._found:
-            self._count(0, f"gradients of {self._found}", "they are dropped on all ranks")
+            self._count_dropped_step(0, f"gradients of {self._found}", "they are dropped on all ranks")
 
-    def written(self) -> None:
+    def check_averages(self) -> None:
         """Checks the averages that have just been written into `.grad`, for optimizers whose step is running because its
         closure ran the backward pass."""
         for optimizer in self.held.stepping():
-            self._drop(self.held.by(optimizer))
+            self._drop(self.held.parameter_numbers(optimizer))
 
     def reset(self) -> None:
         """Resets the check, because new averages for `.grad` are being exchanged."""
         self._found = None
 
-    def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        mine = self.held.by(optimizer)
-        if not mine or closure_of(args, kwargs) is not None or getattr(optimizer, "found_inf", None) is not None:
+    def _check_before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        mine = self.held.parameter_numbers(optimizer)
+        if not mine or find_closure(args, kwargs) is not None or getattr(optimizer, "found_inf", None) is not None:
             return  # gradients arrive during that step, or a fused optimizer skips the step by itself
         if self._context.local is not None:
-            self._look(mine)
+            self._check_local_gradients(mine)
         else:
             self._drop(mine)
 
@@ -113,19 +113,20 @@ class FiniteSteps(Component):
                 self._parameters[number].grad = None
         if not self._dropped:  # otherwise the drop is logged already, for another optimizer of the same step
             self._dropped = True
-            self._count(0 if forward else min(mine), f"gradients of {self._found}", "the step is dropped on all ranks")
+            self._count_dropped_step(0 if forward else min(mine), f"gradients of {self._found}",
+                                     "the step is dropped on all ranks")
 
     def _first(self, mine: Sequence[int]) -> int:
         """Returns the first of these parameter numbers whose gradient is not finite; -1 if all are finite."""
         return first_not_finite([(number, grad) for number in mine if (grad := self._parameters[number].grad) is not None])
 
-    def counted(self) -> None:
+    def check_local_step(self) -> None:
         """Checks the gradients of a local step whose backward pass has just ended, for optimizers whose step is running because
         its closure ran that pass."""
         for optimizer in self.held.stepping():
-            self._look(self.held.by(optimizer))
+            self._check_local_gradients(self.held.parameter_numbers(optimizer))
 
-    def _look(self, mine: Sequence[int]) -> None:
+    def _check_local_gradients(self, mine: Sequence[int]) -> None:
         """Checks the gradients that this rank is about to apply locally, and drops the step if some are not finite. On a GPU
         this waits for the device once per step."""
         context, local = self._context, self._context.local
@@ -139,8 +140,8 @@ class FiniteSteps(Component):
         if local is not None:
             local.pending_residuals.remove_from_gradients(mine)
         self._own_drops, self._first_dropped = self._own_drops + 1, first
-        self._count(min(mine), f"gradients of {context.called(context.rank)}, first in {self._name(first)},",
-                    "this rank drops the step", own=True)
+        self._count_dropped_step(min(mine), f"gradients of {context.called(context.rank)}, first in {self._name(first)},",
+                                 "this rank drops the step", own=True)
 
     def end_exchange(self, *, early: bool) -> None:
         """Reports the steps that this rank has dropped, and logs those that the other ranks have reported. A report is read
@@ -170,9 +171,10 @@ class FiniteSteps(Component):
         finite on this rank; -1 if there is none."""
         self._spoilt = 0 if finite else self._spoilt + 1
         if not finite:
-            self._say(f"weights of {self._whose(own)}", "all ranks return to those of the last exchange", self._spoilt)
+            self._report_dropped_step(f"weights of {self._name_guilty_ranks(own)}",
+                                      "all ranks return to those of the last exchange", self._spoilt)
 
-    def _whose(self, own: int) -> str:
+    def _name_guilty_ranks(self, own: int) -> str:
         """Returns a text that names the ranks with non-finite values, and the first such tensor. All ranks call it together."""
         context, guilty, numbers = self._context, list[int](), list[int]()
         first = -1
@@ -191,16 +193,16 @@ class FiniteSteps(Component):
     def _name(self, number: int) -> str:
         return self._context.worker.job.tensors[number].name
 
-    def _count(self, key: int, what: str, then: str, *, own: bool = False) -> None:
+    def _count_dropped_step(self, key: int, what: str, then: str, *, own: bool = False) -> None:
         self._in_row[key] = self._in_row.get(key, 0) + 1
-        self._say(what, then, self._in_row[key], own=own)
+        self._report_dropped_step(what, then, self._in_row[key], own=own)
 
-    def _say(self, what: str, then: str, in_row: int, *, own: bool = False) -> None:
+    def _report_dropped_step(self, what: str, then: str, in_row: int, *, own: bool = False) -> None:
         """Logs a dropped step. Raises CommError after MOST dropped steps in a row. `own`: True if the other ranks do not know
         of the drop."""
         context = self._context
         if in_row < MOST:
-            context.say(f"{what} are not finite: {then} ({in_row} in a row; {MOST} in a row end training)", own=own)
+            context.log_decision(f"{what} are not finite: {then} ({in_row} in a row; {MOST} in a row end training)", own=own)
             return
         diverged = "the loss has diverged: " if "all ranks" in what else ""
         error = CommError(f"step {context.passes}: {what} are not finite, {MOST} times in a row: {diverged}{REMEDY}",

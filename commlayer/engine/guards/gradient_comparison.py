@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from commlayer.cluster.processes.collectives import Groups
-from commlayer.compressors.feedback import residual_of
+from commlayer.compressors.feedback import find_residual
 from commlayer.engine.buckets.bucket import EncodedBucket, WorkerBucket
 from commlayer.engine.job.codec_floor import exchanges_gradients, lossy
 from commlayer.engine.worker.worker import Worker
@@ -40,7 +40,7 @@ NOTHING_SAID = Dots(*[math.nan] * 4)
 """Result for a step that cannot be compared, because it also sent residuals of an earlier plan."""
 
 
-def watched(plan: Plan, job: Job) -> list[Bucket]:
+def compared_buckets(plan: Plan, job: Job) -> list[Bucket]:
     """Returns the lossily compressed buckets whose results belong to the same step as their gradients."""
     return [b for b in plan.buckets
             if lossy(b) and not job.tensors[b.slices[0].tensor].buffer and not b.stale and exchanges_gradients(b)]
@@ -57,11 +57,11 @@ def piece(worker: Worker, buckets: list[Bucket], number: int, most: int) -> Samp
     start = max(0, min(at, planned.numel - most))
     stop = min(planned.numel, start + most)
     bucket = next((b for b in worker.buckets if b.id == planned.id), None)
-    residual = _kept(bucket)
+    residual = _own_residual(bucket)
     return SampledPiece(planned, bucket, start, stop, None if residual is None else residual[start:stop].clone())
 
 
-def exact(worker: Worker, of: SampledPiece) -> torch.Tensor:
+def exact_gradients(worker: Worker, of: SampledPiece) -> torch.Tensor:
     """Returns this rank's gradients of the piece as they are added to the sum: weighted, and without loss scale."""
     bucket = of.bucket
     gradients = torch.zeros(of.stop - of.start, device=worker.device)
@@ -77,7 +77,7 @@ def exact(worker: Worker, of: SampledPiece) -> torch.Tensor:
     return gradients.mul_(worker.units.factor(bucket, bucket.exchange.weight or worker.units.total))
 
 
-def here(worker: Worker, of: SampledPiece, mine: torch.Tensor, groups: Groups, deadline_s: float) -> Dots:
+def compare_on_node(worker: Worker, of: SampledPiece, mine: torch.Tensor, groups: Groups, deadline_s: float) -> Dots:
     """Compares the values that this node sent with the exact values (`mine`), using the residuals before and after. All ranks
     of a node call it.
 
@@ -86,7 +86,7 @@ def here(worker: Worker, of: SampledPiece, mine: torch.Tensor, groups: Groups, d
     if len(groups.site) > 1 and of.planned.served:
         mine = mine.clone()
         groups.inside.out.reduce(mine, of.planned.owner_in(range(len(groups.site)))).wait(time.monotonic() + deadline_s)
-    residual = _kept(of.bucket)
+    residual = _own_residual(of.bucket)
     if of.bucket is None or of.owing is None or residual is None:
         return Dots()
     if of.bucket.ledger.sent is not None:
@@ -95,7 +95,7 @@ def here(worker: Worker, of: SampledPiece, mine: torch.Tensor, groups: Groups, d
     return dots(mine, mine + of.owing.to(mine.device) - after, after)
 
 
-def everywhere(of: SampledPiece, mine: torch.Tensor, groups: Groups, deadline_s: float) -> Dots:
+def compare_sums(of: SampledPiece, mine: torch.Tensor, groups: Groups, deadline_s: float) -> Dots:
     """Compares the received sum with the exact sum, which an all-reduce computes in place in `mine`. All ranks call it
     together. The result is zero on ranks that do not have the bucket."""
     groups.allreduce(mine).wait(time.monotonic() + deadline_s)
@@ -113,10 +113,10 @@ def dots(x: torch.Tensor, y: torch.Tensor, kept: torch.Tensor | None = None) -> 
     return Dots(*torch.stack([torch.dot(a, b) for a, b in pairs]).tolist())
 
 
-def _kept(bucket: WorkerBucket | None) -> torch.Tensor | None:
+def _own_residual(bucket: WorkerBucket | None) -> torch.Tensor | None:
     """Returns the bucket's residual, if it belongs to this rank's own gradients and not to partial sums or a node's sum; else
     None."""
     if not isinstance(bucket, EncodedBucket):
         return None
-    residual = residual_of(bucket.ledger.state)
+    residual = find_residual(bucket.ledger.state)
     return None if residual is None else torch.as_tensor(residual)

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from commlayer.engine.guards.model_checks import is_averaged
-from commlayer.errors import coded
+from commlayer.errors import append_code
 
 log = logging.getLogger("commlayer")
 NAMED = 3
@@ -45,7 +45,7 @@ class LocalParameters:
         texts = [f"{(*own, names.get(key, 'a parameter'))[0]} (parameter {place} of group {number}, shape {tuple(p.shape)})"
                  for key, (p, own, number, place) in others.items() if key not in by_ddp]
         if texts:
-            log.warning("%s", coded(
+            log.warning("%s", append_code(
                 "E-PARAMETER-LOCAL",
                 f"{type(optimizer).__name__} updates {len(texts)} parameters that belong to no attached model: "
                 f"{', '.join(texts[:NAMED])}{', ...' if len(texts) > NAMED else ''}. Their gradients are not averaged, so each "

@@ -92,7 +92,7 @@ def check_dtypes(job: Job) -> None:
                                "requires_grad=False excludes a parameter")
 
 
-def device_of(tensors: Sequence[torch.Tensor]) -> torch.device:
+def choose_bucket_device(tensors: Sequence[torch.Tensor]) -> torch.device:
     """Returns the device on which buckets of these tensors are: theirs for a CPU and CUDA (or ROCm, which torch calls cuda).
     Buckets of other devices, such as Apple's, are on the CPU, and torch copies gradients and averages. Raises ValueError if the
     tensors are on several devices, or have no memory."""

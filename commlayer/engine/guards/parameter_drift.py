@@ -31,15 +31,15 @@ from torch.optim import Optimizer
 
 from commlayer.cluster.processes.collectives import Groups, gather, gather_values
 from commlayer.config import Config
-from commlayer.engine.components import Component, Order
+from commlayer.engine.components import Component, ComponentOrder
 from commlayer.engine.epochs.replica import share_optimizer
 from commlayer.engine.hooks.callbacks import after_backward
 from commlayer.engine.job.job import DistributedJob
 from commlayer.engine.model.digests import DigestPiece, Digests, pieces
-from commlayer.engine.model.optimizer_settings import differences, digest, settings_of, structural
+from commlayer.engine.model.optimizer_settings import differences, digest, read_optimizer_settings, structural
 from commlayer.engine.model.optimizer_state import state_digests
 from commlayer.engine.model.optimizers import HeldParameters, watch
-from commlayer.engine.model.shard_parameters import Part, is_sharded, local_of, parts_of
+from commlayer.engine.model.shard_parameters import TensorPart, comparable_parts, is_sharded, local_elements
 from commlayer.engine.observers.spacing import steps_between
 from commlayer.engine.worker.finished_peers import UNEQUAL
 from commlayer.errors import CommError
@@ -102,7 +102,7 @@ def digests_differ(rows: Sequence[DriftRow], sites: Sequence[Sequence[int]]) -> 
     return len({row.by_sums for row in rows}) == 1 and max(len(shards), len({row.digests for row in rows})) > 1
 
 
-def differing(digests: Sequence[Sequence[int]], parts: Sequence[Part]) -> dict[int, list[int]]:
+def differing_ranks(digests: Sequence[Sequence[int]], parts: Sequence[TensorPart]) -> dict[int, list[int]]:
     """Maps the number of each tensor that differs to the ranks whose digest of some part differs from that of the first rank
     that has the part. `digests`: of all parts, by rank."""
     ranks_of: dict[int, list[int]] = {}
@@ -113,7 +113,7 @@ def differing(digests: Sequence[Sequence[int]], parts: Sequence[Part]) -> dict[i
     return ranks_of
 
 
-def stepped_apart(rows: Sequence[DriftRow]) -> list[int]:
+def ranks_stepped_apart(rows: Sequence[DriftRow]) -> list[int]:
     """Returns the ranks whose optimizers have stepped after other exchanges than that of rank 0."""
     steps = [(row.optimizer_steps, row.positions) for row in rows]
     return [rank for rank, mine in enumerate(steps) if mine != steps[0]]
@@ -136,7 +136,7 @@ class ParameterDrift(Component):
     """Compares parameters between ranks when their parameters must be equal: after a step's exchange, before the optimizer's
     step."""
 
-    order = Order.CHECKS
+    order = ComponentOrder.CHECKS
 
     def __init__(
         self, context: DistributedJob, named: Sequence[tuple[str, torch.Tensor]], optimizer: Any, config: Config,
@@ -145,7 +145,7 @@ class ParameterDrift(Component):
         """`named`: the parameters with their names. `held`: returns which optimizers step the averaged parameters."""
         self._context, self._optimizer, self._reaction = context, optimizer, config.drift
         self._named, self._names = named, [name for name, _ in named]
-        self._tensors = [local_of(tensor) for _, tensor in named]
+        self._tensors = [local_elements(tensor) for _, tensor in named]
         self._remedy = '; drift="resync" would copy rank 0\'s state'
         if context.site.shards:  # rank 0 has only its shards
             self._reaction, self._remedy = "warn" if config.drift == "warn" else "end", ""
@@ -185,16 +185,16 @@ class ParameterDrift(Component):
         if shards and len(sizes) > 1:  # a site of one rank does not know which frozen tensors are sharded in the others
             compared = [n for n, tensor in enumerate(tensors) if tensor.requires_grad]
             sharded = {compared[number] for number in shards.tensors}
-        self._parts = [part for part in parts_of(tensors, sharded, sites) if part.tensor in {*compared}]
-        self._pieces, self._digests = self._pieces_of(self._tensors)
+        self._parts = [part for part in comparable_parts(tensors, sharded, sites) if part.tensor in {*compared}]
+        self._pieces, self._digests = self._digest_pieces(self._tensors)
 
-    def _pieces_of(self, tensors: Sequence[torch.Tensor]) -> tuple[list[DigestPiece | None], Digests]:
+    def _digest_pieces(self, tensors: Sequence[torch.Tensor]) -> tuple[list[DigestPiece | None], Digests]:
         """Returns the pieces of all parts of the tensors, and the digests of this rank's parts, to which nothing is added yet.
         None: another rank has the piece. All ranks that have a piece therefore read it in the same step of a round."""
-        held = [part.on(tensors[part.tensor], self._context.site.shards) for part in self._parts]
+        held = [part.own_piece(tensors[part.tensor], self._context.site.shards) for part in self._parts]
         self._has = [own is not None for own in held]
         numbers = [*accumulate(self._has, initial=0)]
-        every = pieces([part.like(tensors[part.tensor]) if own is None else own
+        every = pieces([part.empty_piece(tensors[part.tensor]) if own is None else own
                         for part, own in zip(self._parts, held, strict=True)])
         return ([piece._replace(tensor=numbers[piece.tensor]) if self._has[piece.tensor] else None for piece in every],
                 Digests([own for own in held if own is not None]))
@@ -209,10 +209,10 @@ class ParameterDrift(Component):
         """Selects the tensors to compare from now on, under the same names: those that are equal on all ranks."""
         local = self._context.local
         starts = {} if local is None else local.common
-        tensors = [starts.get(id(tensor), local_of(tensor)) for _, tensor in self._named]
+        tensors = [starts.get(id(tensor), local_elements(tensor)) for _, tensor in self._named]
         if [*map(id, tensors)] != [*map(id, self._tensors)]:
             self._tensors = tensors
-            self._pieces, self._digests = self._pieces_of(tensors)
+            self._pieces, self._digests = self._digest_pieces(tensors)
             self._round.training_steps = 0
 
     def end_local_step(self) -> None:
@@ -247,7 +247,7 @@ class ParameterDrift(Component):
 
     def _stepped(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         # Under local steps, a scaler may skip a step on one rank only.
-        if self._context.local is None and self._held.by(optimizer):
+        if self._context.local is None and self._held.parameter_numbers(optimizer):
             self._optimizer = self._optimizer or optimizer
             self._round.optimizer_steps += 1
             position = self._round.training_steps.to_bytes(4, "little")
@@ -258,10 +258,10 @@ class ParameterDrift(Component):
         self._costs_s.append(ended.cost_s)
         cost_s, step_s = min(self._costs_s), (now - ended.began) / self._span  # other load on the machine only adds time
         self._round = _Round(now)
-        self._start(lambda: self._row(self._digests, [])._replace(
+        self._start(lambda: self._own_row(self._digests, [])._replace(
             cost_s=cost_s, step_s=step_s, optimizer_steps=ended.optimizer_steps, positions=ended.positions_digest))
 
-    def _row(self, digests: Digests, states: Sequence[int]) -> DriftRow:
+    def _own_row(self, digests: Digests, states: Sequence[int]) -> DriftRow:
         """Returns this rank's row with the checksums of `digests` and of the digests of the optimizer's state, by part."""
         own = iter(digests.take())
         self._sent_digests = sent = [*(next(own) if held else NOT_HELD for held in self._has), *states]
@@ -288,7 +288,7 @@ class ParameterDrift(Component):
         rows = [DriftRow(*numbers) for numbers in self._rows.read()]
         if failed := [self._context.called(rank) for rank, row in enumerate(rows) if math.isnan(row.by_sums)]:
             self._ended = True
-            self._context.say(f"the check for replica divergence ends, because it has failed on {', '.join(failed)}")
+            self._context.log_decision(f"the check for replica divergence ends, because it has failed on {', '.join(failed)}")
         return [] if failed else rows
 
     def _compare_rows(self) -> None:
@@ -299,12 +299,12 @@ class ParameterDrift(Component):
         self._compare_steps(rows)
         if self._context.local is None:  # under local steps, a skipped step can delay a schedule
             self._compare_settings(rows)
-        weights, before = differing(self._digests_of_all(rows), self._parts), self._reported
+        weights, before = differing_ranks(self._digests_of_all(rows), self._parts), self._reported
         self._reported = [*weights]
         if weights and (self._reaction != "warn" or self._reported != before):
-            self._react(f"the weights of {self._ranks(weights)} and {self._context.called(0)} differ in "
-                        f"{self._named_some(weights)}", [self._tensors[number] for number in weights],
-                        optimizer=all(row.has_state for row in rows), later=True)
+            self._react_to_drift(f"the weights of {self._ranks(weights)} and {self._context.called(0)} differ in "
+                                 f"{self._named_some(weights)}", [self._tensors[number] for number in weights],
+                                 optimizer=all(row.has_state for row in rows), later=True)
 
     def _digests_of_all(self, rows: Sequence[DriftRow]) -> list[list[int]]:
         """Returns the digests of all ranks, if checksums differ; otherwise only those of this rank."""
@@ -315,7 +315,7 @@ class ParameterDrift(Component):
         """Reports ranks whose optimizers have stepped after different exchanges. If that continues, each sum mixes gradients of
         several steps, which comparing parameters would not show."""
         context, before = self._context, self._steps_differ
-        others = stepped_apart(rows)
+        others = ranks_stepped_apart(rows)
         self._steps_differ = bool(others)
         if not others:
             return
@@ -328,7 +328,7 @@ class ParameterDrift(Component):
         if not self._fixed:
             self._span = LEAST
         if not before:
-            self._context.say(what)
+            self._context.log_decision(what)
 
     def _compare_all(self) -> None:
         """Compares settings, weights and optimizer states of all ranks, before the first optimizer step. Under local steps,
@@ -339,42 +339,44 @@ class ParameterDrift(Component):
         count, sizes = len(self._parts), {*map(len, self._context.groups.sites)}
 
         def own() -> DriftRow:
-            own, digests = self._pieces_of([*map(local_of, parameters)])
+            own, digests = self._digest_pieces([*map(local_elements, parameters)])
             for piece in filter(None, () if local else own):
                 digests.add(piece)
             mine = [0] * len(parameters) if hasattr(self._optimizer, SHARDED) else \
                 state_digests(parameters, self._optimizer, moments=not local)
             # A state's digest is that of all rows of a rank, so only ranks with equal rows can compare it.
-            return self._row(digests, [NOT_HELD if not held or (part.rows and len(sizes) > 1) else mine[part.tensor]
-                                       for held, part in zip(self._has, self._parts, strict=True)])
+            return self._own_row(digests, [NOT_HELD if not held or (part.rows and len(sizes) > 1) else mine[part.tensor]
+                                           for held, part in zip(self._has, self._parts, strict=True)])
 
         self._start(own)
         if not (rows := self._read()):
             return
         digests = self._digests_of_all(rows)
-        weights, states = (differing([row[first : first + count] for row in digests], self._parts) for first in (0, count))
+        weights, states = (differing_ranks([row[first : first + count] for row in digests], self._parts)
+                           for first in (0, count))
         unlike = self._differing_settings(rows)
         if not (weights or states or unlike):
             return
-        parts = [*self._spelled(unlike)]
+        parts = [*self._format_differences(unlike)]
         parts += [f"weights of {self._named_some(weights)} differ on {self._ranks(weights)}"] if weights else []
         if states:
             parts.append(f"the optimizer's state of {self._named_some(states)} differs on {self._ranks(states)}")
-        self._react("; ".join(parts), [parameters[number] for number in weights], unlike, optimizer=bool(states or unlike))
+        self._react_to_drift("; ".join(parts), [parameters[number] for number in weights], unlike,
+                             optimizer=bool(states or unlike))
 
     def _settings(self) -> dict[str, str]:
-        return settings_of(self._optimizer, self._named)
+        return read_optimizer_settings(self._optimizer, self._named)
 
     def _compare_settings(self, rows: Sequence[DriftRow]) -> None:
         before, unlike = self._settings_differ, self._differing_settings(rows)
         self._settings_differ = bool(unlike)
         if not unlike or (before and self._reaction == "warn"):
             return
-        what = "; ".join(self._spelled(unlike))
+        what = "; ".join(self._format_differences(unlike))
         if before:
             raise CommError(f"step {self._step}: {what}, again after it was copied from rank 0: set it "
                             'to the same value on all ranks, or use drift="warn"', code="E-REPLICAS")
-        self._react(what, [], unlike, optimizer=True)
+        self._react_to_drift(what, [], unlike, optimizer=True)
 
     def _differing_settings(self, rows: Sequence[DriftRow]) -> dict[str, list[str]]:
         """Returns each setting of the optimizers that differs between ranks, with its value on each rank."""
@@ -384,20 +386,20 @@ class ParameterDrift(Component):
         most_nbytes = SETTINGS_NBYTES + 4 * sum(len(name) + len(value) for name, value in settings.items())
         return differences(gather_values(groups, settings, dict[str, str], most_nbytes, "settings of the optimizer"))
 
-    def _spelled(self, unlike: dict[str, list[str]]) -> list[str]:
+    def _format_differences(self, unlike: dict[str, list[str]]) -> list[str]:
         called = self._context.called
         return [f"{name} is " + ", ".join(
             f"{value} on {', '.join(called(at) for at, other in enumerate(row) if other == value)}"
             for value in dict.fromkeys(row)) for name, row in [*unlike.items()][:NAMED]]
 
-    def _react(
+    def _react_to_drift(
         self, what: str, tensors: Collection[torch.Tensor], unlike: Mapping[str, Sequence[str]] = MappingProxyType({}), *,
         optimizer: bool, later: bool = False,
     ) -> None:
         """Reacts to differences as the setting drift says. `tensors`, `optimizer`: what to copy from rank 0. `later`: True for
         weights of a later step, which are copied even if the optimizer's state cannot be."""
         if self._reaction == "warn":
-            self._context.say(f'{what}. Training continues because drift="warn".')
+            self._context.log_decision(f'{what}. Training continues because drift="warn".')
             return
         at, copied = f"step {self._step}: ", "rank 0's state"
         if self._reaction == "end":
@@ -414,7 +416,7 @@ class ParameterDrift(Component):
             if not later:
                 raise CommError(f"{at}{what}; rank 0's state cannot be copied: {error}", code="E-REPLICAS") from None
             copied = f"rank 0's weights, but not with the optimizer's state: {error}"
-        self._context.say(f"{what}: all ranks continue with {copied}")
+        self._context.log_decision(f"{what}: all ranks continue with {copied}")
 
     @property
     def _step(self) -> int:

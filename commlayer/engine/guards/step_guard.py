@@ -14,7 +14,7 @@ from commlayer.engine.guards.local_parameters import LocalParameters
 from commlayer.engine.guards.model_checks import STEP_AFTER_BACKWARD
 from commlayer.engine.hooks.callbacks import in_backward
 from commlayer.engine.hooks.gradient_mark import GradientMark
-from commlayer.engine.model.optimizers import HeldParameters, closure_of, watch
+from commlayer.engine.model.optimizers import HeldParameters, find_closure, watch
 from commlayer.errors import InvalidInput, InvalidState
 
 WITNESSES = 8
@@ -71,16 +71,16 @@ class StepGuard:
         self._end()
 
     @property
-    def inside(self) -> bool:
+    def step_is_running(self) -> bool:
         """True: an optimizer's step is running now, for example because its closure calls backward()."""
         return bool(self.held.stepping())
 
     def awaits_step(self, optimizer: Any) -> bool:
         """Returns True if this optimizer has not stepped since the last exchange."""
-        return any(self._stepped_at[number] < self._exchanges for number in self.held.by(optimizer))
+        return any(self._stepped_at[number] < self._exchanges for number in self.held.parameter_numbers(optimizer))
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        mine = self.held.by(optimizer)
+        mine = self.held.parameter_numbers(optimizer)
         if mine and in_backward():
             raise InvalidState("E-STEP-IN-BACKWARD",
                                f"{type(optimizer).__name__} updates {self._names[mine[0]]} inside backward, with this "
@@ -91,41 +91,41 @@ class StepGuard:
         if not mine:
             return
         self._checked = False
-        if not self.inside:  # an optimizer may call another
-            closure = closure_of(args, kwargs)
+        if not self.step_is_running:  # an optimizer may call another
+            closure = find_closure(args, kwargs)
             late = self._late(optimizer, mine, self._stepped_at, self._applied)
             if closure is not None:
                 self._begun = [*self._stepped_at], self._applied.copy()
             counts = bool(late or closure is not None) and not self.awaits_step(optimizer)
             if not self.local_step(counts) and closure is None:
-                self._judge(optimizer, mine, late)
+                self._refuse_unaveraged(optimizer, mine, late)
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if not (mine := self.held.by(optimizer)):
+        if not (mine := self.held.parameter_numbers(optimizer)):
             return
-        if not self.inside and closure_of(args, kwargs) is not None:
+        if not self.step_is_running and find_closure(args, kwargs) is not None:
             # An exchange by the closure counts. A step that this one has called used the same gradients.
-            self._judge(optimizer, mine, self._late(optimizer, mine, *self._begun))
+            self._refuse_unaveraged(optimizer, mine, self._late(optimizer, mine, *self._begun))
         for number in mine:
             self._stepped_at[number] = self._exchanges
-        self._applied[optimizer] = self._witnesses(mine)
+        self._applied[optimizer] = self._sample_gradients(mine)
 
     def _late(self, optimizer: Optimizer, mine: Sequence[int], stepped_at: Sequence[int], applied: Applied) -> list[int]:
         """Returns the numbers of the parameters whose gradients have not taken part in an exchange since their last optimizer
         step, or not completely. Empty if another optimizer, such as a preconditioner, has already stepped with the same
         gradients."""
         others = [witnesses for one, witnesses in applied.items() if one is not optimizer]
-        if others and (witnesses := self._witnesses(mine)) and witnesses in others:
+        if others and (witnesses := self._sample_gradients(mine)) and witnesses in others:
             return []
         return [n for n in mine if (stepped_at[n] >= self._exchanges or n in self.own)
                 and self._parameters[n].grad is not None]
 
-    def _judge(self, optimizer: Optimizer, mine: Sequence[int], late: Sequence[int]) -> None:
+    def _refuse_unaveraged(self, optimizer: Optimizer, mine: Sequence[int], late: Sequence[int]) -> None:
         """Raises ValueError, also passed to `latch`, if the optimizer is about to apply gradients that were not averaged since
         its last step."""
         if not late:
             return
-        if (witnesses := self._witnesses(mine)) and witnesses == self._applied.get(optimizer):
+        if (witnesses := self._sample_gradients(mine)) and witnesses == self._applied.get(optimizer):
             return
         if not (own := [n for n in late if _any(self._parameters[n].grad)]):
             return
@@ -148,7 +148,7 @@ class StepGuard:
         self._latch(error)
         raise error
 
-    def _witnesses(self, mine: Sequence[int]) -> list[Gradient]:
+    def _sample_gradients(self, mine: Sequence[int]) -> list[Gradient]:
         """Returns the identities of some of these parameters' gradients. These identities are enough to detect that a script
         has replaced gradients."""
         chosen = mine[::max(1, len(mine) // WITNESSES)]

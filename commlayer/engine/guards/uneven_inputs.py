@@ -28,7 +28,7 @@ from commlayer.engine.epochs.replica import share_optimizer
 from commlayer.engine.guards.parameter_drift import SHARDED
 from commlayer.engine.job.job import DistributedJob
 from commlayer.engine.model.alignment import align
-from commlayer.errors import CommError, DeadlineExceeded, InvalidInput, cause_of
+from commlayer.errors import CommError, DeadlineExceeded, InvalidInput, exit_reason
 from commlayer.observe.step_trace import Recorder
 
 log = logging.getLogger("commlayer")
@@ -175,7 +175,7 @@ class UnevenInputs:
                 each._context.retry_on_epoch_change(each._copy)
         except BaseException as error:
             for each in _entered:
-                each._context.close(cause_of(error))
+                each._context.close(exit_reason(error))
             raise
 
     def end(self) -> None:

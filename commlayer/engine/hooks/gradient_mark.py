@@ -93,7 +93,7 @@ def _final(value: Any) -> Any:
     return type(value)(map(_final, value)) if isinstance(value, list | tuple) else value
 
 
-class Marks:
+class GradientMarks:
     """The placeholders for pending averages in the `.grad` of all parameters, by parameter number."""
 
     def __init__(
@@ -112,7 +112,7 @@ class Marks:
     def __iter__(self) -> Iterator[GradientMark]:
         return iter(self._all)
 
-    def became(self, number: int, average: torch.Tensor | None) -> None:
+    def store_average(self, number: int, average: torch.Tensor | None) -> None:
         """Stores the arrived average in the parameter's placeholder, so that references that a script has kept can read it."""
         if self._lasts:
             self._all[number].value = average

@@ -13,7 +13,7 @@ import msgspec
 from msgspec import structs
 
 from commlayer.codec_spec import parse_spec
-from commlayer.compressors import Codec, codec_of, parse, wrap
+from commlayer.compressors import Codec, make_codec, parse, wrap
 from commlayer.compressors.feedback import Momentum
 from commlayer.engine.job.plan_checks import unsuited
 from commlayer.records import Bucket, Plan, Spec
@@ -44,7 +44,7 @@ def level(codec: Codec, spec: Spec = TYPICAL) -> float:
     return round(min(1.0, codec.bound(spec) / (4 * spec.numel)), 3)
 
 
-def at_least(floor: float, texts: list[str]) -> list[str]:
+def codecs_above_floor(floor: float, texts: list[str]) -> list[str]:
     """Returns the codecs in `texts` whose precision level is at least `floor`, and a topk codec with the floor as its ratio."""
     fine_enough = [text for text in texts if level(parse(text)) >= floor * EQUAL]
     finest = STEPS[0][0]
@@ -74,17 +74,17 @@ def exchanges_gradients(bucket: Bucket) -> bool:
     return all(carries_gradients(codec) for codec in _codecs(bucket))
 
 
-def lift(plan: Plan, floor: float, nodes: int, *, cuda: bool = False) -> Plan:
+def raise_precision(plan: Plan, floor: float, nodes: int, *, cuda: bool = False) -> Plan:
     """Returns the plan with all codecs at precision level `floor` or above. A bucket is sent uncompressed if none of the finer
     codecs supports its path."""
-    buckets = tuple(_lifted(plan, b, floor, nodes, cuda) if lossy(b) else b for b in plan.buckets)
+    buckets = tuple(_raise_bucket_precision(plan, b, floor, nodes, cuda) if lossy(b) else b for b in plan.buckets)
     return structs.replace(plan, buckets=buckets)
 
 
 def nbytes(plan: Plan) -> float:
     """Returns an upper bound for the bytes that a worker sends and receives in a step, for comparing two plans of the same job.
     """
-    return sum(codec_of(b).bound(b.spec) + (wrap(parse(b.down or b.codec)).bound(b.spec)) if lossy(b) else 8 * b.numel
+    return sum(make_codec(b).bound(b.spec) + (wrap(parse(b.down or b.codec)).bound(b.spec)) if lossy(b) else 8 * b.numel
                for b in plan.buckets)
 
 
@@ -92,7 +92,7 @@ def _codecs(bucket: Bucket) -> list[Codec]:
     return [parse(text) for text in (bucket.codec, bucket.down, *bucket.by_node) if text]
 
 
-def _lifted(plan: Plan, bucket: Bucket, floor: float, nodes: int, cuda: bool) -> Bucket:
+def _raise_bucket_precision(plan: Plan, bucket: Bucket, floor: float, nodes: int, cuda: bool) -> Bucket:
     if all(level(codec, bucket.spec) >= floor * EQUAL for codec in _codecs(bucket)):
         return bucket
     for candidate in _candidates(bucket, floor):

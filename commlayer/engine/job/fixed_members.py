@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 
-from commlayer.engine.components import Component, Order
+from commlayer.engine.components import Component, ComponentOrder
 from commlayer.records import Plan
 
 
 class FixedMembers(Component):
     """What a job does when its members change. In this class they never do."""
 
-    order = Order.JOB
+    order = ComponentOrder.JOB
     elastic = False
     """True: members can leave while the others continue."""
 
@@ -36,7 +36,7 @@ class FixedMembers(Component):
         seconds for the coordinator's report."""
         return []
 
-    def no_joins(self) -> contextlib.AbstractContextManager[None]:
+    def without_joins(self) -> contextlib.AbstractContextManager[None]:
         """Context manager for operations that a joining rank would not know of: no rank can join inside it."""
         return contextlib.nullcontext()
 
@@ -62,5 +62,5 @@ class FixedMembers(Component):
     def settle(self) -> None:
         """Learns which members have taken part in the last step. All ranks call it after the same step."""
 
-    def between(self) -> None:
+    def continue_without_departed(self) -> None:
         """Continues without members that have left, after a call of all ranks has failed because of that."""

@@ -27,7 +27,7 @@ from commlayer.cluster.processes.collectives import Groups, gather_values
 from commlayer.cluster.processes.rows import StepRows
 from commlayer.cluster.servers.server_codecs import expected_nbytes
 from commlayer.cluster.servers.worker_client import WorkerClient, leave_job
-from commlayer.compressors import codec_of
+from commlayer.compressors import make_codec
 from commlayer.engine.buckets.current_step import Counters
 from commlayer.engine.buckets.units import Units
 from commlayer.engine.components import Components, Pending
@@ -41,10 +41,10 @@ from commlayer.engine.model.optimizer_state import OptimizerMemory
 from commlayer.engine.sync.local_steps import OuterSteps
 from commlayer.engine.worker.plan_handover import hand_over
 from commlayer.engine.worker.root_cause import RootCause, WaitsFor
-from commlayer.engine.worker.site import Site
+from commlayer.engine.worker.site import LocalSite
 from commlayer.engine.worker.waits import Waiting, WaitNotices
 from commlayer.engine.worker.worker import Worker
-from commlayer.errors import CommError, InvalidInput, InvalidState, cause_of
+from commlayer.errors import CommError, InvalidInput, InvalidState, exit_reason
 from commlayer.observe.events import PlanReason
 from commlayer.observe.prediction_check import StalePlan
 from commlayer.records import Job, Plan
@@ -99,12 +99,12 @@ def end_dropped() -> None:
         _dropped.pop().join(DROPPED_S)
 
 
-def _in_child() -> None:
+def _after_fork() -> None:
     for job in _open:
         job.forked()
 
 
-os.register_at_fork(after_in_child=_in_child)
+os.register_at_fork(after_in_child=_after_fork)
 
 
 class JobContext:
@@ -127,7 +127,7 @@ class JobContext:
     first_world = 1
     """Number of workers with which the job began. It is the unit of residuals; see Units."""
     waits = WaitsFor()
-    site = Site()
+    site = LocalSite()
     """The ranks over which the model is sharded, if it is."""
     local: OuterSteps | None = None
     """Runs local steps and their exchanges; None unless the plan has local steps."""
@@ -212,7 +212,7 @@ class JobContext:
     def exchanged_steps(self) -> int:
         """Number of training steps (as `passes` counts) whose effect survives the death of any single rank: averaged steps, and
         local steps in complete exchanges. It is the same on all ranks after the same step."""
-        return self.passes - (0 if self.local is None else self.local.behind)
+        return self.passes - (0 if self.local is None else self.local.unshared_steps)
 
     def count_step(self) -> None:
         self.passes, self.passed_s = self.passes + 1, time.perf_counter()
@@ -250,13 +250,14 @@ class JobContext:
                 if not self.elastic or not isinstance(comm_error, CommError):
                     raise
                 self.drop_call(comm_error, generation)
-            self.members.between()
+            self.members.continue_without_departed()
 
     def complete(self, pending: Pending = Pending.RUNNING) -> None:
         """Completes pending exchanges. All ranks call it after the same step."""
         self.components.complete(pending)
 
-    def say(self, what: str, level: int = logging.WARNING, *, own: bool = False, event_level: int | None = None) -> None:
+    def log_decision(self, what: str, level: int = logging.WARNING, *, own: bool = False,
+                     event_level: int | None = None) -> None:
         """Adds a text to `decisions`, with the number of training steps so far, and logs it. `own`: True: no other rank knows
         of the decision, so this rank logs it even if another rank logs for its node. `event_level`: its level in the event
         stream, for good news that people see without configuring logging."""
@@ -309,7 +310,7 @@ class JobContext:
         """Closes the job when the process exits, if the script has not closed it. The exception that ended the script is
         sent to other ranks as the reason."""
         error = getattr(sys, "last_value", None)
-        self.close("" if error is None else cause_of(error))
+        self.close("" if error is None else exit_reason(error))
 
 
 class DistributedJob(JobContext):
@@ -325,7 +326,7 @@ class DistributedJob(JobContext):
         self, terms: PlanTerms, own: int, groups: Groups, rows: StepRows, uplink: WorkerClient, memory: OptimizerMemory,
         plan: Plan, job: Job, *, generation: int = 1, logs: bool = True, waits: WaitsFor = WaitsFor(),
         embedded: Sequence[EmbeddedServer] = (), matched: bool = False, joined: JoinedState | None = None, first_world: int = 0,
-        site: Site | None = None,
+        site: LocalSite | None = None,
     ) -> None:
         """`own`: this rank's number in messages. `matched`: True if all ranks use norm-matched averaging. `first_world`: 0: the
         present number of workers. `site`: the ranks over which the model is sharded; None: it is not sharded."""
@@ -336,7 +337,7 @@ class DistributedJob(JobContext):
         """The rows of numbers that components of all ranks send to each other."""
         rows.failed = weakly(self._row_failed)
         self.memory, self.matched, self.joined = memory, matched, joined
-        self.first_world, self.site = first_world or groups.world, site or Site()
+        self.first_world, self.site = first_world or groups.world, site or LocalSite()
         self._root_cause = RootCause(uplink, waits)
         self.components.add(self._root_cause)
         self.components.add(RowSender(rows))
@@ -386,7 +387,7 @@ class DistributedJob(JobContext):
 
     def stepped_apart(self) -> bool:
         """Returns True if local steps have left the optimizers in different states on different ranks."""
-        return self.local is not None and self.memory.remembers
+        return self.local is not None and self.memory.has_optimizer_state
 
     def metrics(self) -> dict[str, float]:
         resumed = self.uplink.transport
@@ -395,7 +396,7 @@ class DistributedJob(JobContext):
 
     def worker_for(self, plan: Plan, job: Job, device: torch.device, generation: int = 1) -> Worker:
         """Creates a worker that runs this plan. The new worker is idle until `follow` makes it the current one."""
-        codecs = {b.id: codec_of(b, self.groups.node, plan) for b in plan.buckets}
+        codecs = {b.id: make_codec(b, self.groups.node, plan) for b in plan.buckets}
         return Worker(
             job, plan, codecs, device, rank=self.id, members=self.first_world, generation=generation, groups=self.groups,
             transport=self.uplink.transport, recycle=self.uplink.recycle, components=weakref.proxy(self.components),
@@ -444,7 +445,7 @@ class DistributedJob(JobContext):
 
     def hand_on(self, old: Worker, new: Worker) -> None:
         """Transfers residuals and step number from worker `old` to worker `new`, which continues the job."""
-        hand_over(old, new, self.memory.effect, self.memory.rate, world=self.world,
+        hand_over(old, new, self.memory.gradient_effect, self.memory.rate, world=self.world,
                   pending=() if self.local is None else self.local.pending_residuals.slices)
 
     def _waiting(self) -> Waiting:
@@ -463,7 +464,7 @@ class DistributedJob(JobContext):
     def called(self, place: int) -> str:
         """Returns the display name of a rank, given its index among the current members: "rank 2 (ben)", or "rank 2" if all
         nodes have the same name."""
-        name = self.uplink.name_of(self.uplink.epoch.members[place].rank)
+        name = self.uplink.worker_name(self.uplink.epoch.members[place].rank)
         return f"rank {self.groups.members.ranks[place]} ({name})" if name else f"rank {self.groups.members.ranks[place]}"
 
     def forked(self) -> None:

@@ -11,7 +11,7 @@ from commlayer.cluster.calls.messages import MAX_PLAN_NBYTES
 from commlayer.cluster.calls.sanitize import REASON_CHARS
 from commlayer.cluster.processes.collectives import Groups
 from commlayer.engine.job.plan_checks import unsuited
-from commlayer.engine.sync.sync_modes import Forbids, modes_of
+from commlayer.engine.sync.sync_modes import Forbids, used_sync_modes
 from commlayer.errors import CommError, InvalidInput, short_line
 from commlayer.records import Job, Plan
 
@@ -21,10 +21,10 @@ REFUSED = b"!"
 
 def agreed_plan(settle: Callable[[], Plan], groups: Groups | None) -> Plan:
     """Returns on every rank the plan that settle() returns on rank 0, or raises rank 0's error on every rank."""
-    return plan_in(from_rank_0(lambda: bytes_of(settle()), groups))
+    return plan_in(from_rank_0(lambda: encode_lowered_plan(settle()), groups))
 
 
-def bytes_of(plan: Plan) -> bytes:
+def encode_lowered_plan(plan: Plan) -> bytes:
     return records.encode(planner.lower(plan))
 
 
@@ -64,7 +64,7 @@ def from_rank_0(make: Callable[[], bytes], groups: Groups | None, wait_s: float 
     if groups is None:
         return make()
     offer = OfferedPlan(make, groups.rank)
-    return offer.taken(groups.members.tell(offer.data, wait_s, "start")[0] if wait_s else
+    return offer.taken(groups.members.exchange_bytes(offer.data, wait_s, "start")[0] if wait_s else
                        groups.share_bytes(offer.data, MAX_PLAN_NBYTES, "a plan"))
 
 
@@ -75,7 +75,7 @@ def check_plan(
     sync mode, or ""."""
     problems = planner.verify(plan, job) or unsuited(
         plan, nodes, per_node, cuda=device.type == "cuda", reachable=reachable) or \
-        [f"{what}: {why}" for mode, what in modes_of(plan) if (why := forbids(mode))]
+        [f"{what}: {why}" for mode, what in used_sync_modes(plan) if (why := forbids(mode))]
     if problems:
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         raise InvalidInput("E-PLAN-REFUSED", f"plan: {problems[0]}{more}")

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from commlayer.compressors import Codec, codec_of, parse, wrap
+from commlayer.compressors import Codec, make_codec, parse, wrap
 from commlayer.compressors.plan_codecs import is_download_codec, is_separable, is_summable
 from commlayer.planner import tree
-from commlayer.planner.buckets import fragments_of
+from commlayer.planner.buckets import divide_into_fragments
 from commlayer.records import MAX_FRAME_NBYTES, Bucket, Plan
 
 
@@ -18,7 +18,7 @@ def unsuited(plan: Plan, nodes: int, per_node: int, *, cuda: bool = False, reach
     """Returns all reasons why a plan cannot run on these nodes, one per line, the same on every rank. `cuda`: the model is on
     GPUs. `reachable`: True if nodes can connect to one another, so that collectives can span them."""
     try:
-        fragments_of(plan.buckets, plan.fragments)
+        divide_into_fragments(plan.buckets, plan.fragments)
     except ValueError as error:
         return [str(error)]
     if plan.ranks_per_node != per_node and any(b.path != "allreduce" for b in plan.buckets):
@@ -41,7 +41,7 @@ def _bucket(plan: Plan, bucket: Bucket, nodes: int, cuda: bool) -> Iterator[str]
         yield f"the bucket has codecs for {len(bucket.by_node)} nodes, but this job has {nodes}"
         return
     try:
-        codecs = [codec_of(bucket, node, plan) for node in (None, *range(nodes if bucket.by_node else 0))]
+        codecs = [make_codec(bucket, node, plan) for node in (None, *range(nodes if bucket.by_node else 0))]
         for codec in codecs:
             if (nbytes := codec.bound(bucket.spec)) > MAX_FRAME_NBYTES and bucket.path == "service":
                 yield (f"payloads of {codec} can have {nbytes} bytes for {bucket.numel} elements, but a frame is limited to "
@@ -56,11 +56,11 @@ def _bucket(plan: Plan, bucket: Bucket, nodes: int, cuda: bool) -> Iterator[str]
     if tree.uses_server(path) and bucket.path != "service":
         yield f"path {bucket.path!r} must be written as 'service', because it uses a server (planner.lower converts it)"
         return
-    up = [promise_of(wrap(parse(text))) for text in (bucket.codec, *bucket.by_node)]
-    down = promise_of(wrap(parse(bucket.down))) if bucket.down else None
-    lines = tree.misfits(path, up, down=down, by_node=bool(bucket.by_node), gpus=cuda)
+    up = [codec_promise(wrap(parse(text))) for text in (bucket.codec, *bucket.by_node)]
+    down = codec_promise(wrap(parse(bucket.down))) if bucket.down else None
+    lines = tree.find_misfits(path, up, down=down, by_node=bool(bucket.by_node), gpus=cuda)
     yield from (f"codec {bucket.codec}, path {bucket.path!r}: {line}" for line in lines)
 
 
-def promise_of(codec: Codec) -> tree.Promise:
+def codec_promise(codec: Codec) -> tree.Promise:
     return tree.Promise(is_summable(codec), is_separable(codec), is_download_codec(codec))

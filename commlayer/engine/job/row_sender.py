@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from commlayer.cluster.processes.rows import StepRows
-from commlayer.engine.components import Component, Order, Pending
+from commlayer.engine.components import Component, ComponentOrder, Pending
 
 
 class RowSender(Component):
     """The last component of a job. The sender sends the sections that other objects have started, as one row."""
 
-    order = Order.ROWS
+    order = ComponentOrder.ROWS
 
     def __init__(self, rows: StepRows) -> None:
         self._rows = rows

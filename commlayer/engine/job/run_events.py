@@ -21,7 +21,7 @@ from commlayer.cluster.calls.messages import version
 from commlayer.config import Config
 from commlayer.engine.buckets.current_step import Counters
 from commlayer.engine.buckets.units import Units
-from commlayer.errors import InvalidInput, code_of, short_line, without_code
+from commlayer.errors import InvalidInput, find_error_code, short_line, without_code
 from commlayer.observe.event_files import EventFile
 from commlayer.observe.event_log import EventLog
 from commlayer.observe.events import (
@@ -36,7 +36,7 @@ from commlayer.observe.events import (
     StepEvent,
 )
 from commlayer.observe.link_monitor import Rates
-from commlayer.planner.plan_rules import main_codec, summary_of
+from commlayer.planner.plan_rules import main_codec, summarize_plan
 from commlayer.records import Plan, digest
 from commlayer.transport.flow.traffic import TRAFFIC
 
@@ -51,7 +51,7 @@ LEAST_UP = 0.1
 NO_UNITS = Units(1)
 
 
-class Totals(NamedTuple):
+class RunTotals(NamedTuple):
     """Counters at the end of the last step that has an event."""
 
     exposed_s: float = 0.0
@@ -83,7 +83,7 @@ class RunEvents:
         """Samples since the last event about steps, and samples of this rank in each step."""
         self._loss: float | torch.Tensor | None = None
         self._finite = True
-        self._totals, self._counters, self._units = Totals(), Counters(), NO_UNITS
+        self._totals, self._counters, self._units = RunTotals(), Counters(), NO_UNITS
         self._link, self._alone = LinkEvent(), AloneEvent()
 
     def open(self, config: Config, *, rank: int, world: int, run: str, host: str) -> None:
@@ -108,9 +108,9 @@ class RunEvents:
 
     def _emit(self, ended: float) -> None:
         steps, counters, units = self._steps, self._counters, self._units
-        now = Totals(counters.exposed_s, counters.exchange_s, counters.sent_nbytes, counters.received_nbytes,
-                     counters.exchanges, TRAFFIC.sent_nbytes, TRAFFIC.received_nbytes)
-        new = Totals._make(map(operator.sub, now, self._totals))
+        now = RunTotals(counters.exposed_s, counters.exchange_s, counters.sent_nbytes, counters.received_nbytes,
+                        counters.exchanges, TRAFFIC.sent_nbytes, TRAFFIC.received_nbytes)
+        new = RunTotals._make(map(operator.sub, now, self._totals))
         if self._totals.exchanges and min(new.exchanges, new.sent_nbytes) > 0:
             HOME.exchange_nbytes = new.sent_nbytes / new.exchanges
             HOME.up_part = max(LEAST_UP, now.sent_nbytes / (now.sent_nbytes + now.received_nbytes))
@@ -163,7 +163,7 @@ class RunEvents:
             planned_up_bytes_per_s=planned.up_bps / 8, planned_down_bytes_per_s=planned.down_bps / 8)
 
     def plan(self, plan: Plan, reason: PlanReason) -> None:
-        self.log.append(PlanEvent(digest=digest(plan), summary=summary_of(plan), codec=main_codec(plan),
+        self.log.append(PlanEvent(digest=digest(plan), summary=summarize_plan(plan), codec=main_codec(plan),
                                   local_steps=plan.local_steps, step_s=plan.step_s, convergence_factor=plan.steps,
                                   reason=reason))
 
@@ -176,7 +176,7 @@ class RunEvents:
 
     def text(self, text: str, level: int = logging.INFO) -> None:
         name: LogLevel = "error" if level >= logging.ERROR else "warning" if level >= logging.WARNING else "info"
-        self.log.append(LogEvent(level=name, code=code_of(text), text=without_code(text)))
+        self.log.append(LogEvent(level=name, code=find_error_code(text), text=without_code(text)))
 
     def failure(self, text: str, code: str, error: BaseException) -> None:
         """Appends an error with the places in the code that led to it, innermost first, as the innermost matter most."""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from commlayer.cluster.processes.collectives import Groups
-from commlayer.engine.model.shard_parameters import Part, is_sharded, local_of, parts_of
+from commlayer.engine.model.shard_parameters import TensorPart, comparable_parts, is_sharded, local_elements
 from commlayer.errors import InvalidInput
 from commlayer.planner.shards import Shards
 from commlayer.records import Job, chunk_with
@@ -46,13 +46,13 @@ def align(
     sharded tensor (a DTensor), each rank gets its shard from the first site."""
     if not tensors:
         return []
-    own = [local_of(tensor).detach() for tensor in tensors]
+    own = [local_elements(tensor).detach() for tensor in tensors]
     sharded = set[int]()
     if shards:  # a site of one rank may have whole tensors
         flags = groups.gather_all(torch.tensor([*map(is_sharded, tensors)], dtype=torch.int64, device=groups.device))
         sharded = {n for n, flag in enumerate(flags.any(0).tolist()) if flag}
-    parts = parts_of(tensors, sharded, groups.sites)
-    held = [part.on(own[part.tensor], shards) for part in parts]
+    parts = comparable_parts(tensors, sharded, groups.sites)
+    held = [part.own_piece(own[part.tensor], shards) for part in parts]
     prints = [-1 if x is None else fingerprint(x) for x in held]
     rows = groups.gather_all(torch.tensor(prints, dtype=torch.int64, device=groups.device))
     differing = set()
@@ -65,9 +65,10 @@ def align(
     return sorted(differing)
 
 
-def _copy(mine: torch.Tensor | None, part: Part, like: torch.Tensor, groups: Groups, deadline_s: float, holder: int) -> None:
+def _copy(mine: torch.Tensor | None, part: TensorPart, like: torch.Tensor, groups: Groups, deadline_s: float,
+          holder: int) -> None:
     """Copies a part of a tensor from rank `holder` to all ranks that have it. All ranks take part."""
-    sent = local_of(like).new_empty((part.end - part.first, *like.shape[1:])) if mine is None else mine.contiguous()
+    sent = local_elements(like).new_empty((part.end - part.first, *like.shape[1:])) if mine is None else mine.contiguous()
     for piece in sent.view(-1).split(PIECE_NUMEL) if sent.numel() else ():
         groups.broadcast_all(piece, holder).wait(time.monotonic() + deadline_s)
     if mine is not None and sent.data_ptr() != mine.data_ptr():

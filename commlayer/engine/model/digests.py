@@ -40,7 +40,8 @@ def pieces(tensors: Sequence[torch.Tensor], most_nbytes: int = PIECE_NBYTES) -> 
 
 
 class Digests:
-    """Digests of tensors on one device, over the pieces added since the last `afresh`. The digests compare bits: -0.0 differs
+    """Digests of tensors on one device, over the pieces added since the last `restart_digests`. The digests compare bits: -0.0
+    differs
     from 0.0, and equal NaNs are equal.
 
     On a CPU, a digest is a CRC-32C over the bytes. A CRC on a GPU would wait for copies, so the GPU sums the elements' bits by
@@ -53,9 +54,9 @@ class Digests:
         self.by_sums = device.type != "cpu"
         """True: digests are weighted sums (on a GPU). False: they are CRCs (on a CPU). The two kinds cannot be compared."""
         self._device, self._weights = device, torch.empty(0, dtype=torch.int64, device=device)
-        self.afresh()
+        self.restart_digests()
 
-    def afresh(self) -> None:
+    def restart_digests(self) -> None:
         self._crcs = [0] * len(self._tensors)
         self._sums = torch.zeros(len(self._tensors) if self.by_sums else 0, dtype=torch.int64, device=self._device)
 
@@ -65,11 +66,11 @@ class Digests:
         flat = tensor.contiguous().view(-1)[piece.start : piece.stop]
         if self.by_sums:
             mine = self._sums[piece.tensor]
-            mine.mul_(ODD).add_(self.sum_of(flat))
+            mine.mul_(ODD).add_(self.weighted_bit_sum(flat))
         else:
             self._crcs[piece.tensor] = crc32c(flat.view(torch.uint8).numpy().data, self._crcs[piece.tensor])
 
-    def sum_of(self, flat: torch.Tensor) -> torch.Tensor:
+    def weighted_bit_sum(self, flat: torch.Tensor) -> torch.Tensor:
         """Returns a weighted sum of the elements' bits. The sum is a tensor on the device, so the host does not wait."""
         bits = flat.view(_INTEGERS[flat.element_size()])
         table_numel = bits.numel() // ROW * ROW
@@ -88,5 +89,5 @@ class Digests:
     def take(self) -> list[int]:
         """Returns the digest of each tensor, and restarts all digests."""
         values = (self._sums & (1 << EXACT_BITS) - 1).tolist() if self.by_sums else self._crcs
-        self.afresh()
+        self.restart_digests()
         return values

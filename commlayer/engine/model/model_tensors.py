@@ -12,22 +12,22 @@ from commlayer.errors import InvalidInput
 from commlayer.records import Job, TensorInfo
 
 
-def parameters_of(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+def trained_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Returns the trained parameters with their names, in registration order. Tied weights occur once."""
     return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
 
 
-def buffers_of(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+def averaged_buffers(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
     """Returns the floating-point buffers that workers average, such as running statistics. Buffers with infinite values, such
     as masks, are excluded."""
     named = model.named_buffers()
     return [(name, b) for name, b in named if b.is_floating_point() and b.numel() and bool(torch.isfinite(b).all())]
 
 
-def job_of(model: nn.Module) -> Job:
+def describe_model(model: nn.Module) -> Job:
     """Returns the description of the averaged tensors: gradients of trained parameters, then floating-point buffers."""
-    named: list[tuple[str, torch.Tensor, bool]] = [(name, tensor, False) for name, tensor in parameters_of(model)]
-    named += [(name, tensor, True) for name, tensor in buffers_of(model)]
+    named: list[tuple[str, torch.Tensor, bool]] = [(name, tensor, False) for name, tensor in trained_parameters(model)]
+    named += [(name, tensor, True) for name, tensor in averaged_buffers(model)]
     return Job(tuple(
         TensorInfo(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), buffer)
         for name, tensor, buffer in named

@@ -18,7 +18,7 @@ OWN = frozenset({"params", "foreach", "fused", "capturable", "differentiable", "
 step can differ between processors."""
 
 
-def settings_of(optimizer: Any, named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
+def read_optimizer_settings(optimizer: Any, named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
     """Maps names of the optimizer's settings, which the user knows, to their values as text. `named`: the model's parameters.
     Empty without an optimizer."""
     groups = getattr(optimizer, "param_groups", None)
@@ -33,7 +33,7 @@ def settings_of(optimizer: Any, named: Iterable[tuple[str, torch.Tensor]]) -> di
         ends = " to ".join(dict.fromkeys([*held[:1], *held[-1:]]))
         settings[f"parameters of {where}"] = f"{len(held)} ({ends}; {order:08x})" if held else "none"
         for name in sorted(map(str, _hyperparameters(optimizer, group) - OWN)):
-            if text := _spelled(group[name]):
+            if text := _format_value(group[name]):
                 settings[f"{name} of {where}"] = text
     return settings
 
@@ -84,7 +84,7 @@ def differences(settings: Sequence[Mapping[str, str]]) -> dict[str, list[str]]:
     return {name: row for name, row in rows.items() if len(set(row)) > 1}
 
 
-def _spelled(value: Any) -> str:
+def _format_value(value: Any) -> str:
     """Returns a setting's value as text; "" if the value is not a simple one. Floats have six digits, because a learning rate
     might be a float32 tensor on some ranks."""
     if isinstance(value, torch.Tensor) and value.numel() == 1:
@@ -94,6 +94,6 @@ def _spelled(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.6g}"
     if isinstance(value, tuple | list):
-        parts = [_spelled(part) for part in value]
+        parts = [_format_value(part) for part in value]
         return f"({', '.join(parts)})" if all(parts) else ""
     return ""

@@ -12,7 +12,7 @@ from torch import nn
 
 from commlayer.engine.model.digests import Digests, pieces
 from commlayer.engine.model.model_tensors import learning_rate
-from commlayer.engine.model.shard_parameters import local_of
+from commlayer.engine.model.shard_parameters import local_elements
 from commlayer.optim import OuterSGD, family_of
 
 
@@ -34,7 +34,7 @@ class OptimizerMemory:
         return self.outer.matched
 
     @property
-    def remembers(self) -> bool:
+    def has_optimizer_state(self) -> bool:
         state: Mapping[Any, Any] = getattr(self._optimizer, "state", {})
         return any(value is not None for p in self._parameters for _, value in _flat(state.get(p, {})))
 
@@ -47,7 +47,7 @@ class OptimizerMemory:
     def rate(self) -> float:
         return learning_rate(self._optimizer, 1.0)
 
-    def effect(self, number: int) -> float:
+    def gradient_effect(self, number: int) -> float:
         """Returns the weight change, as local steps exchange it, that has the same effect as a gradient of 1 in a synchronous
         step; 0 if this ratio is not a constant."""
         optimizer, p = self._optimizer, self._parameters[number]
@@ -68,7 +68,8 @@ def state_digests(parameters: Sequence[torch.Tensor], optimizer: Any, *, moments
     by_device: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
     for number, p in enumerate(parameters):
         for name, value in _flat(state.get(p, {})):
-            scalar = isinstance(value, torch.Tensor) and value.numel() == 1 and value.shape != local_of(p).shape and not moments
+            scalar = isinstance(value,
+                                torch.Tensor) and value.numel() == 1 and value.shape != local_elements(p).shape and not moments
             text = f"{name} {_kind(value)} {value.item() if scalar else ''}"
             digests_of[number] = zlib.crc32(text.encode(), digests_of[number])
             if isinstance(value, torch.Tensor) and moments:
@@ -89,7 +90,7 @@ def _flat(values: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, An
         if isinstance(value, Mapping):
             yield from _flat(value, f"{prefix}{name}.")
         else:
-            yield f"{prefix}{name}", local_of(value)
+            yield f"{prefix}{name}", local_elements(value)
 
 
 def _kind(value: Any) -> str:

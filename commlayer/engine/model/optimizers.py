@@ -18,7 +18,7 @@ from torch.optim import optimizer as torch_optimizer
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from commlayer.callbacks import ignore
-from commlayer.engine.model.shard_parameters import original_of
+from commlayer.engine.model.shard_parameters import original_parameter
 
 Call = Callable[[Optimizer, Any, Any], None]
 """Function to call before or after a step. It receives the optimizer and the step's arguments: a tuple that starts with the
@@ -71,10 +71,10 @@ class HeldParameters:
     exist, also returns which optimizers of these parameters are inside a step."""
 
     def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
-        self._numbers = {id(original_of(p)): number for number, p in enumerate(parameters)}
+        self._numbers = {id(original_parameter(p)): number for number, p in enumerate(parameters)}
         self._by: weakref.WeakKeyDictionary[Optimizer, tuple[list[int], tuple[int, ...]]] = weakref.WeakKeyDictionary()
 
-    def by(self, optimizer: Any) -> tuple[int, ...]:
+    def parameter_numbers(self, optimizer: Any) -> tuple[int, ...]:
         """Returns the numbers of the parameters that belong to the optimizer, in the optimizer's order. Empty if the argument
         is not an optimizer."""
         ids = [*map(id, chain.from_iterable(group["params"] for group in getattr(optimizer, "param_groups", ())))]
@@ -89,10 +89,10 @@ class HeldParameters:
         """Returns the optimizers with some of these parameters that are inside a step; outer steps precede steps inside them.
         """
         inside = (step.optimizer() for step in tuple(_running))
-        return [optimizer for optimizer in inside if optimizer is not None and self.by(optimizer)]
+        return [optimizer for optimizer in inside if optimizer is not None and self.parameter_numbers(optimizer)]
 
 
-def closure_of(args: Any, kwargs: Any) -> Any:
+def find_closure(args: Any, kwargs: Any) -> Any:
     """Returns the closure among the arguments of an optimizer's step. Returns None if there is no closure. Backward passes of
     the closure are part of the step."""
     return kwargs.get("closure", args[1] if len(args) > 1 else None)

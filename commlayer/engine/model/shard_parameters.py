@@ -26,12 +26,12 @@ def is_sharded(tensor: torch.Tensor) -> bool:
     return hasattr(tensor, "_local_tensor")
 
 
-def local_of(tensor: torch.Tensor) -> torch.Tensor:
+def local_elements(tensor: torch.Tensor) -> torch.Tensor:
     """Returns this rank's elements of a DTensor; other tensors unchanged."""
     return getattr(tensor, "_local_tensor", tensor)
 
 
-def original_of(parameter: torch.Tensor) -> torch.Tensor:
+def original_parameter(parameter: torch.Tensor) -> torch.Tensor:
     """Returns the parameter as model and optimizer know it."""
     return getattr(parameter, "original", parameter)
 
@@ -43,20 +43,20 @@ def sharded_like(p: Any, shard: torch.Tensor) -> torch.Tensor:
     return whole
 
 
-def whole_of(tensor: Any) -> torch.Tensor:
+def gather_whole_tensor(tensor: Any) -> torch.Tensor:
     """Returns all elements of a DTensor, on the CPU; other tensors unchanged. All ranks of the site call it together."""
     return tensor.full_tensor().cpu() if is_sharded(tensor) else tensor  # type: ignore[no-any-return]
 
 
-def shard_of(p: Any, whole: torch.Tensor) -> torch.Tensor:
+def take_shard(p: Any, whole: torch.Tensor) -> torch.Tensor:
     """Returns the elements of a tensor that this rank has of parameter `p`; the whole tensor if `p` is not sharded."""
     if not is_sharded(p):
         return whole
     start, end = Shards(p.device_mesh.size()).elements(p.shape, p.device_mesh.get_local_rank())
-    return whole.reshape(-1)[start:end].view(local_of(p).shape)
+    return whole.reshape(-1)[start:end].view(local_elements(p).shape)
 
 
-class Part(NamedTuple):
+class TensorPart(NamedTuple):
     """Rows of a sharded tensor that one rank of each site has, or a whole tensor that all ranks have."""
 
     tensor: int
@@ -65,7 +65,7 @@ class Part(NamedTuple):
     rows: int = 0
     """Number of rows of the tensor; 0: it is not sharded."""
 
-    def on(self, own: torch.Tensor, shards: Shards) -> torch.Tensor | None:
+    def own_piece(self, own: torch.Tensor, shards: Shards) -> torch.Tensor | None:
         """Returns this part of a rank's own elements of the tensor. Returns None if another rank of the site has the part."""
         if not self.rows:
             return own
@@ -74,15 +74,16 @@ class Part(NamedTuple):
         start = shards.elements((self.rows,), shards.local)[0]
         return own[self.first - start : self.end - start]
 
-    def like(self, own: torch.Tensor) -> torch.Tensor:
+    def empty_piece(self, own: torch.Tensor) -> torch.Tensor:
         """Returns a tensor without memory of this part's size. `own`: a rank's own elements of the tensor."""
         return torch.empty((self.end - self.first, *own.shape[1:]), dtype=own.dtype, device="meta")
 
 
-def parts_of(tensors: Sequence[torch.Tensor], sharded: Collection[int], sites: Sequence[Sequence[int]]) -> list[Part]:
+def comparable_parts(tensors: Sequence[torch.Tensor], sharded: Collection[int],
+                     sites: Sequence[Sequence[int]]) -> list[TensorPart]:
     """Returns the parts of these tensors that can be compared between sites. `sharded`: numbers of the sharded tensors."""
     sizes = {*map(len, sites)}
-    parts = [[Part(n, *rows, t.shape[0]) for rows in intervals(t.shape[0], sizes)] if n in sharded else [Part(n)]
+    parts = [[TensorPart(n, *rows, t.shape[0]) for rows in intervals(t.shape[0], sizes)] if n in sharded else [TensorPart(n)]
              for n, t in enumerate(tensors)]
     return [part for each in parts for part in each]
 
@@ -95,14 +96,15 @@ class ShardParameter(nn.Parameter):
 
     @staticmethod
     def of(original: Any) -> ShardParameter:
-        shard: ShardParameter = torch.Tensor._make_subclass(ShardParameter, local_of(original).detach(), original.requires_grad)
+        shard: ShardParameter = torch.Tensor._make_subclass(ShardParameter, local_elements(original).detach(),
+                                                            original.requires_grad)
         shard.original = original
         return shard
 
     @property
     def grad(self) -> torch.Tensor | None:
         whole = self.original.grad
-        return None if whole is None else local_of(whole)
+        return None if whole is None else local_elements(whole)
 
     @grad.setter
     def grad(self, shard: torch.Tensor | None) -> None:
@@ -138,7 +140,7 @@ def engine_parameters(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
     return [ShardParameter.of(p) if is_sharded(p) else p for p in parameters]
 
 
-def _states_of(model: nn.Module) -> list[tuple[Any, Any]]:
+def _fsdp_states(model: nn.Module) -> list[tuple[Any, Any]]:
     """Returns the modules that FSDP2 shards, outermost first, and FSDP's state of each."""
     modules: list[Any] = [module for module in model.modules() if hasattr(module, "_get_fsdp_state")]
     return [(module, module._get_fsdp_state()) for module in modules]
@@ -146,14 +148,14 @@ def _states_of(model: nn.Module) -> list[tuple[Any, Any]]:
 
 def reshard(model: nn.Module) -> None:
     """Makes the model's parameters shards: after a forward pass without a backward pass, FSDP keeps some of them whole."""
-    for module, _ in _states_of(model):
+    for module, _ in _fsdp_states(model):
         module.reshard()
 
 
-def shards_of(model: nn.Module, process_group: Any) -> Shards:
+def find_shards(model: nn.Module, process_group: Any) -> Shards:
     """Returns how a model is sharded. Raises ValueError for a kind of sharding that is not supported. `process_group`: the
     ranks that train together; None: all ranks."""
-    for _, state in _states_of(model):
+    for _, state in _fsdp_states(model):
         if state._is_root is None:
             state._lazy_init()  # as the first forward pass does; it can give shards other memory
     reshard(model)
@@ -180,10 +182,10 @@ def shards_of(model: nn.Module, process_group: Any) -> Shards:
     return Shards(len(ranks), mesh.get_local_rank(), frozenset(n for n, p in enumerate(trained) if is_sharded(p)))
 
 
-def reduction_of(model: nn.Module) -> Callable[[], bool]:
+def make_all_reduce_check(model: nn.Module) -> Callable[[], bool]:
     """Returns a function that returns False for a backward pass before which the script has called
     set_requires_all_reduce(False): such a pass averages inside the site only, to accumulate gradients."""
-    groups = [group for _, state in _states_of(model)
+    groups = [group for _, state in _fsdp_states(model)
               for group in vars(state).get("_fsdp_param_groups") or [state._fsdp_param_group] if group is not None]
     return lambda: all(group.all_reduce_grads for group in groups)
 

@@ -8,7 +8,7 @@ from statistics import median
 
 from msgspec import structs
 
-from commlayer.engine.components import Component, Order
+from commlayer.engine.components import Component, ComponentOrder
 from commlayer.engine.job.job import DistributedJob
 from commlayer.observe.prediction_check import PredictionCheck, StalePlan
 from commlayer.records import Plan, Record
@@ -49,7 +49,7 @@ class StalePlanWatch(Component):
     """Compares step times with the plan's prediction, on rank 0. Warm-up steps are not compared: they send more than the
     prediction includes."""
 
-    order = Order.STALE_PLAN
+    order = ComponentOrder.STALE_PLAN
 
     def __init__(self, context: DistributedJob) -> None:
         self._context = context
@@ -69,7 +69,7 @@ class StalePlanWatch(Component):
         if stale is not None:
             if stale.slower:
                 context.events.append(stale)
-                context.say(f"{stale.reason}; {REMEDY}")
+                context.log_decision(f"{stale.reason}; {REMEDY}")
             else:
-                context.say(stale.reason, logging.INFO)
+                context.log_decision(stale.reason, logging.INFO)
         self._ended = time.perf_counter()

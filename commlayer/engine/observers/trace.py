@@ -18,13 +18,13 @@ import torch
 
 from commlayer.cluster.calls.messages import unpack
 from commlayer.cluster.processes.collectives import gather_bytes
-from commlayer.engine.components import Component, Order
+from commlayer.engine.components import Component, ComponentOrder
 from commlayer.engine.job.job import DistributedJob, JobContext
 from commlayer.engine.observers.predicted_trace import Prediction, origins, predict
 from commlayer.engine.worker.worker import Worker
 from commlayer.errors import CorruptFrame, InvalidInput
-from commlayer.observe.step_trace import NO_BUCKET, Event, RecordedStep
-from commlayer.observe.trace_files import STEP, Comparison, Seen, by_lane, rows_of, write_trace
+from commlayer.observe.step_trace import NO_BUCKET, RecordedStep, TraceEvent
+from commlayer.observe.trace_files import STEP, Comparison, MeasuredRank, by_lane, compare_operations, write_trace
 from commlayer.records import Plan, digest
 
 log = logging.getLogger("commlayer")
@@ -74,7 +74,7 @@ def _untraceable(context: JobContext) -> str:
 class Tracer(Component):
     """Records one trace, from its construction until the file is written."""
 
-    order = Order.TRACE
+    order = ComponentOrder.TRACE
 
     def __init__(self, context: DistributedJob, path: Path, steps: int, *, planning: bool, warm: int) -> None:
         self._context, self._path, self._wanted = context, path, steps
@@ -114,7 +114,7 @@ class Tracer(Component):
 
     def end_step(self) -> None:
         if self._recording is None:
-            if self._done >= self._first and self._stands():
+            if self._done >= self._first and self._plan_is_settled():
                 self._begin()
         elif self._context.plan is not self._plan:
             self._plan = self._context.plan
@@ -134,7 +134,7 @@ class Tracer(Component):
     def _take(self, step: RecordedStep) -> None:
         self._latest = step
 
-    def _stands(self) -> bool:
+    def _plan_is_settled(self) -> bool:
         """Returns True if the current plan is to be traced. Rank 0 decides for all ranks."""
         if not self._planning or not self._context.terms.auto:
             return True
@@ -189,9 +189,11 @@ def write(context: DistributedJob, path: Path, ranks: Sequence[Sequence[Recorded
     nodes = len(sites)
     prediction, note = _predicted(context, nodes)
     origin = origins(context.terms.basis.plan, plan) if prediction and context.terms.basis else [b.id for b in plan.buckets]
-    seen = [Seen(node, [[*_events(step, origin)] for step in ranks[rank]]) for node, site in enumerate(sites) for rank in site]
+    seen = [MeasuredRank(node, [[*_events(step, origin)] for step in ranks[rank]]) for node, site in enumerate(sites)
+            for rank in site]
     by_node = prediction.by_node if prediction else {}
-    comparison = Comparison(_name(context, plan), first_step, len(ranks[0]), len(ranks), nodes, rows_of(seen, by_node), note)
+    comparison = Comparison(_name(context, plan), first_step, len(ranks[0]), len(ranks), nodes,
+                            compare_operations(seen, by_node), note)
     write_trace(path, _tracks(seen, prediction, comparison.steps), comparison)
     return comparison
 
@@ -214,42 +216,43 @@ def _predicted(context: DistributedJob, nodes: int) -> tuple[Prediction | None, 
     return prediction, ""
 
 
-def _events(step: RecordedStep, origin: Sequence[int]) -> Iterator[Event]:
+def _events(step: RecordedStep, origin: Sequence[int]) -> Iterator[TraceEvent]:
     """Yields the events of a recorded step in the form in which they are compared: with computation and the step itself, and
     with bucket ids as before lowering (the division of the plan into executable buckets)."""
     backward_s = step.marks["backward"]
     first_s = min(step.ready.values(), default=backward_s)
-    yield Event("forward", NO_BUCKET, 0.0, first_s)
-    yield Event("backward", NO_BUCKET, first_s, backward_s)
+    yield TraceEvent("forward", NO_BUCKET, 0.0, first_s)
+    yield TraceEvent("backward", NO_BUCKET, first_s, backward_s)
     yield from (event._replace(bucket=origin[event.bucket]) for event in step.events)
-    yield Event(STEP, NO_BUCKET, 0.0, step.marks["end"])
+    yield TraceEvent(STEP, NO_BUCKET, 0.0, step.marks["end"])
 
 
-def _tracks(seen: Sequence[Seen], prediction: Prediction | None, steps: int) -> Mapping[str, Mapping[str, Sequence[Event]]]:
+def _tracks(seen: Sequence[MeasuredRank], prediction: Prediction | None,
+            steps: int) -> Mapping[str, Mapping[str, Sequence[TraceEvent]]]:
     """Returns the tracks of the drawing: for each node the prediction, below it the measurements of its ranks; at the end the
     simulated lanes."""
     longest = [max(e.end_s for e in events) for rank in seen for events in rank.steps]
     longest += [max(e.end_s for e in events) for events in prediction.by_node.values()] if prediction else []
     at_s = [APART * max(longest) * number for number in range(steps + 1)]
     begins = [begin for begin, _ in pairwise(at_s)]
-    tracks: dict[str, Mapping[str, Sequence[Event]]] = {}
+    tracks: dict[str, Mapping[str, Sequence[TraceEvent]]] = {}
     for node in sorted({s.node for s in seen}):
         if prediction:
-            tracks[f"predicted, node {node}"] = by_lane(_laid([prediction.by_node[node]] * steps, begins))
+            tracks[f"predicted, node {node}"] = by_lane(_shift_events([prediction.by_node[node]] * steps, begins))
         for rank, each in enumerate(seen):
             if each.node == node:
-                tracks[f"measured, rank {rank} on node {node}"] = by_lane(_laid(each.steps, begins))
+                tracks[f"measured, rank {rank} on node {node}"] = by_lane(_shift_events(each.steps, begins))
     if prediction:
-        lanes: dict[str, list[Event]] = {}
+        lanes: dict[str, list[TraceEvent]] = {}
         for span in prediction.timeline.spans:
             for lane in span.lanes:
-                event = Event(span.op, span.bucket, span.start_s, span.end_s, span.nbytes)
-                lanes.setdefault(lane, []).extend(_laid([[event]] * steps, begins))
+                event = TraceEvent(span.op, span.bucket, span.start_s, span.end_s, span.nbytes)
+                lanes.setdefault(lane, []).extend(_shift_events([[event]] * steps, begins))
         tracks["predicted, lanes"] = dict(sorted(lanes.items()))
     return tracks
 
 
-def _laid(steps: Sequence[Sequence[Event]], begins: Sequence[float]) -> Iterator[Event]:
+def _shift_events(steps: Sequence[Sequence[TraceEvent]], begins: Sequence[float]) -> Iterator[TraceEvent]:
     for begin_s, events in zip(begins, steps, strict=True):
         for event in events:
             yield event._replace(start_s=begin_s + event.start_s, end_s=begin_s + event.end_s)

@@ -29,7 +29,7 @@ LENGTH_NBYTES = 16
 Error = Callable[[], BaseException | None]
 
 
-def carried(e: ExchangeStage, own: int, total: int) -> tuple[int, int]:
+def collective_nbytes(e: ExchangeStage, own: int, total: int) -> tuple[int, int]:
     """Returns the bytes that this rank sends and receives in a collective over `total` bytes, of which `own` are this rank's
     part.
 
@@ -73,7 +73,7 @@ class BucketProgram:
         self.bucket, self.segments, self._codec, self._channels = bucket, segments, codec, channels
         x = bucket.x
         adds_payloads = any(s.exchange is not None and s.exchange.coded and s.exchange.name == "allreduce" for s in segments)
-        self._kernels = launch.serves(x.device) and not adds_payloads and runs_on(codec, x.device)
+        self._kernels = launch.has_kernels_for(x.device) and not adds_payloads and runs_on(codec, x.device)
         """True: the codec can run on the GPU of the send buffer, as well as on the host."""
         self._host = x if x.device.type == "cpu" else torch.empty(bucket.numel, pin_memory=x.is_cuda)
         """Host memory for encoding on the CPU: a copy of a bucket on a GPU, otherwise the send buffer itself."""
@@ -139,10 +139,10 @@ class BucketProgram:
             begin = time.perf_counter()
             if isinstance(step, EncodeStage):
                 self._encode(step)
-                now.counters.coded(encode_s=time.perf_counter() - begin)
+                now.counters.count_codec_times(encode_s=time.perf_counter() - begin)
             else:
                 self._decode(step)
-                now.counters.coded(decode_s=time.perf_counter() - begin)
+                now.counters.count_codec_times(decode_s=time.perf_counter() - begin)
             recorder.add(f"{'encode' if isinstance(step, EncodeStage) else 'decode'}@{step.device}", bucket, begin)
         exchange = self.segments[stage].exchange
         if exchange is not None:
@@ -202,7 +202,7 @@ class BucketProgram:
     def _begin(self, e: ExchangeStage, channel: Channel, counters: Counters) -> _Under:
         def count(own: int, total: int) -> None:
             if e.scope != "node":  # no network traffic
-                counters.carried(*carried(e, own, total))
+                counters.count_bytes(*collective_nbytes(e, own, total))
 
         if e.coded:
             return self._reduce_coded(e, channel, count) if e.name == "allreduce" else self._move_payloads(e, channel, count)

@@ -18,7 +18,7 @@ from commlayer.compressors.codec import Codec
 from commlayer.engine.buckets.bucket import CollectiveBucket, WorkerBucket
 from commlayer.engine.buckets.current_step import Step
 from commlayer.engine.paths.bucket_program import BucketProgram
-from commlayer.engine.paths.compiled_path import ProgramPlace, compile_path, stages_of
+from commlayer.engine.paths.compiled_path import ProgramPlace, compile_path, exchange_scopes
 from commlayer.engine.paths.lanes import NEVER, Lane
 from commlayer.engine.paths.path import Path
 from commlayer.engine.paths.staging import Staging
@@ -41,7 +41,7 @@ class CollectivesPath(Path[CollectiveBucket]):
     ) -> None:
         super().__init__(buckets, step, staging)
         self._groups = groups
-        self._channels, self._programs = _compiled(buckets, codecs, plan, groups)
+        self._channels, self._programs = _compile_paths(buckets, codecs, plan, groups)
         longest = max(len(program.segments) for program in self._programs.values())
         self._lanes = [Lane(f"stage-{j}", step.latch) for j in range(longest)]
         self._begun = 0
@@ -131,7 +131,7 @@ class CollectivesPath(Path[CollectiveBucket]):
         self._channels.close()
 
 
-def _compiled(
+def _compile_paths(
     buckets: Sequence[CollectiveBucket], codecs: Mapping[int, Codec], plan: Plan, groups: Groups,
 ) -> tuple[Channels, dict[int, BucketProgram]]:
     """Compiles every bucket's path for this rank. Returns the process groups for all paths, and the buckets by id."""
@@ -143,6 +143,6 @@ def _compiled(
         segments[bucket.id] = compile_path(path, bucket.numel, place, owner=bucket.planned.owner, rounds=rounds,
                                            bucket=bucket.id)
         # Exchanges without this rank are included, because all ranks must create all groups.
-        wanted |= set(enumerate(stages_of(path, rounds)))
+        wanted |= set(enumerate(exchange_scopes(path, rounds)))
     channels = Channels(wanted, groups.members, place.per_node, groups.timeout_s)
     return channels, {b.id: BucketProgram(b, segments[b.id], codecs[b.id], channels, job=plan.job) for b in buckets}

@@ -223,7 +223,7 @@ def _cut(low: int, high: int, parts: int) -> list[Range]:
     return [(low + i * each, low + (i + 1) * each) for i in range(parts)]
 
 
-def stages_of(path: tree.Path, rounds: int = 1) -> list[str]:
+def exchange_scopes(path: tree.Path, rounds: int = 1) -> list[str]:
     """Returns the scope ("node", "net" or "all") of every exchange of a path in order, also of exchanges without this rank."""
     scopes: list[str] = []
     coded = False

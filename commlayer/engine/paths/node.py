@@ -102,12 +102,12 @@ class NodeReduce(Path[ServedBucket]):
         for bucket in node_sum.buckets:
             self._arrived(bucket)
 
-    def overdue(self, bucket: WorkerBucket) -> CommError:
+    def deadline_error(self, bucket: WorkerBucket) -> CommError:
         """Creates the deadline error for the first missing result. The error names the peer that caused the delay."""
         sums = [node_sum for node_sum in self._sums if not node_sum.buckets[0].exchange.done] or self._sums
         mine = next((each.mine for each in sums if each.mine is not None and not each.mine.exchange.answered), None)
         if mine is not None:
-            return self._exchange.overdue(mine)
+            return self._exchange.deadline_error(mine)
         others = [bucket for each in sums for bucket in each.buckets if bucket is not each.mine]
         bucket, peer = sums[0].buckets[0], "a rank of this node"
         if others:

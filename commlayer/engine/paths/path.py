@@ -35,7 +35,7 @@ class Path(ABC, Generic[B]):
     def begin(self, bucket: B) -> None:
         """Starts the exchange of a bucket whose gradients are final, without waiting for it."""
 
-    def overdue(self, bucket: WorkerBucket) -> CommError:
+    def deadline_error(self, bucket: WorkerBucket) -> CommError:
         """Creates the deadline error for a bucket without a result. The error names the peer that caused the delay; after a
         collective no peer is known."""
         return DeadlineExceeded("the bucket was not exchanged before the deadline", peer=ANY_PEER, step=self._step.number,
@@ -57,14 +57,14 @@ class Path(ABC, Generic[B]):
         Raises an error that names the missing peers when the deadline passes. Returns early when the step has failed.
         """
         if not self._arrivals.wait(deadline):
-            raise self.overdue(next((b for b in self.buckets if not b.exchange.done), self.buckets[0]))
+            raise self.deadline_error(next((b for b in self.buckets if not b.exchange.done), self.buckets[0]))
         self._staging.join()
 
     def take(self, bucket: WorkerBucket, deadline: float | None) -> bool:
         """Returns True if this bucket's result can be written before those of the others. Waits for the result until
         `deadline`. None: the call does not wait. The worker calls `finish` after the last bucket in any case."""
         if deadline is not None and not self._arrivals.wait_for(lambda: bucket.exchange.done, deadline):
-            raise self.overdue(bucket)
+            raise self.deadline_error(bucket)
         if bucket.exchange.done:
             self._staging.join()
         return bucket.exchange.done

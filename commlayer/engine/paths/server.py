@@ -34,5 +34,5 @@ class ServerPath(Path[EncodedBucket]):
             self._step.units.gather(bucket)
         return begin
 
-    def overdue(self, bucket: WorkerBucket) -> CommError:
-        return self._exchange.overdue(bucket)
+    def deadline_error(self, bucket: WorkerBucket) -> CommError:
+        return self._exchange.deadline_error(bucket)

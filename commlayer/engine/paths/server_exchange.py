@@ -84,7 +84,7 @@ class ServerExchange:
         if broken:
             self._give_up(run)
             return
-        step.counters.coded(encode_s=time.perf_counter() - begin)
+        step.counters.count_codec_times(encode_s=time.perf_counter() - begin)
         if step.recorder.on:
             step.recorder.add(f"encode@{bucket.coder.place}", bucket.id, begin, nbytes)
         self._send(run, 0, bucket.coder.payload[:nbytes], Flag.MEAN if bucket.means else Flag.NONE)
@@ -105,7 +105,7 @@ class ServerExchange:
             order=bucket.order, flags=flags, weight=exchange.weight, used=exchange.used,
             total=step.units.divisor(bucket), undone=undone, joined=exchange.joined,
         )
-        step.counters.carried(len(body), 0)  # counted before sending, because the step can end right after it
+        step.counters.count_bytes(len(body), 0)  # counted before sending, because the step can end right after it
         begin = time.perf_counter()
         answer = self._transport.request(server, header, body)
         answer.on_done(partial(self._answered, run, r, begin))
@@ -127,7 +127,7 @@ class ServerExchange:
         with self._decoding:
             if self._closed or self._step.error is not None:
                 return
-            self._step.counters.carried(0, len(message.body))
+            self._step.counters.count_bytes(0, len(message.body))
             if message.header.flags & Flag.ABANDON:
                 exchange.abandoned, exchange.weight, exchange.finite = str(message.body, "utf-8", "replace"), math.nan, False
                 next_nbytes = None
@@ -155,7 +155,7 @@ class ServerExchange:
             raise error.located(peer=peer_name(message.peer), step=exchange.step, bucket=bucket.id) from None
         if not kept:
             self._recycle(message.body)
-        step.counters.coded(decode_s=time.perf_counter() - begin)
+        step.counters.count_codec_times(decode_s=time.perf_counter() - begin)
         if step.recorder.on:
             step.recorder.add(f"decode@{bucket.coder.place}", bucket.id, begin, nbytes)
         if next_nbytes is None:
@@ -166,7 +166,7 @@ class ServerExchange:
         """Stores a server's report that the server waits for the workers `missing`, for one bucket and step."""
         self._stalled[bucket] = step, missing
 
-    def overdue(self, bucket: WorkerBucket) -> DeadlineExceeded:
+    def deadline_error(self, bucket: WorkerBucket) -> DeadlineExceeded:
         """Creates the deadline error of a bucket. The error names the peer that caused the delay."""
         begun = bucket.exchange.started
         error = partial(DeadlineExceeded, step=bucket.exchange.step if begun else self._step.number, bucket=bucket.id)

@@ -91,7 +91,7 @@ def device_buckets(plan: Plan, codecs: Mapping[int, Codec], device: torch.device
 
     Returns an empty set if the model is on the CPU.
     """
-    if not launch.serves(device):
+    if not launch.has_kernels_for(device):
         return set()
     wanted = {b.id for b in plan.buckets if b.served and b.coder == "gpu"}
     supported = {number for number in wanted if runs_on(codecs[number], device)}

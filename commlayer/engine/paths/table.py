@@ -83,7 +83,7 @@ def make_paths(
             lanes[late] = Lane("late" if late else "distribution", step.latch)
         return NodeReduce(buckets, step, staging, exchange, groups, lanes[late])
 
-    def paths_of(buckets: Sequence[WorkerBucket]) -> tuple[AnyPath, ...]:
+    def build_paths(buckets: Sequence[WorkerBucket]) -> tuple[AnyPath, ...]:
         served, sharded = ([bucket for bucket in buckets if isinstance(bucket, ServedBucket) and (bucket.ranks > 1) == shards]
                            for shards in (False, True))
         collective = [bucket for bucket in buckets if isinstance(bucket, CollectiveBucket)]
@@ -97,5 +97,5 @@ def make_paths(
         of.update((bucket.id, path) for path, its in pairs if path is not None for bucket in its)
         return tuple(path for path, _ in pairs if path is not None)
 
-    made = tuple(paths_of(buckets) for buckets in bucket_groups)
+    made = tuple(build_paths(buckets) for buckets in bucket_groups)
     return PathTable(of, made, exchange, [*lanes.values()])

@@ -28,8 +28,8 @@ from commlayer.compressors import kernels
 from commlayer.config import (
     Config,
     codec_threads,
+    continue_wait_s,
     is_loopback,
-    judged_s,
     master,
     notice_s,
     reconnect_window_s,
@@ -47,15 +47,15 @@ from commlayer.engine.model.optimizer_state import OptimizerMemory
 from commlayer.engine.start import plan_choice
 from commlayer.engine.start.interrupted import print_one_line
 from commlayer.engine.start.joining import enter
-from commlayer.engine.start.rendezvous import HEARD_S, Rendezvous, Start, compared
+from commlayer.engine.start.rendezvous import HEARD_S, Rendezvous, StartExchange, values_to_compare
 from commlayer.engine.sync.sync_modes import Forbids, RequestedModes, with_modes
 from commlayer.engine.worker.root_cause import WaitsFor
-from commlayer.engine.worker.site import Site
+from commlayer.engine.worker.site import LocalSite
 from commlayer.errors import InvalidInput
 from commlayer.last_run import LastRuns
 from commlayer.planner import tensors as float64
 from commlayer.planner.data.tables import learning_rows
-from commlayer.planner.plan_rules import late_and_sparse, summary_of
+from commlayer.planner.plan_rules import late_and_sparse, summarize_plan
 from commlayer.planner.shards import Shards
 from commlayer.records import Job, Plan
 from commlayer.transport import own_address
@@ -63,7 +63,7 @@ from commlayer.transport.keys import secret
 
 
 def connect(
-    job: Job, device: torch.device, start: Start, memory: OptimizerMemory, *, plan: Plan | Path | str, config: Config,
+    job: Job, device: torch.device, start: StartExchange, memory: OptimizerMemory, *, plan: Plan | Path | str, config: Config,
     align: Sequence[torch.Tensor] = (), forbids: Forbids = lambda _: "", requested: RequestedModes = RequestedModes(),
     must: Mapping[str, str] | None = None, settings: Mapping[str, str] | None = None, replica: Replica | None = None,
     shards: Shards = Shards(),
@@ -79,8 +79,8 @@ def connect(
     kernels.choose(config.backend)
     check_folder(config)
     must = {"plan": "a plan" if isinstance(plan, Plan | Path) else plan, "sync": str(requested), **(must or {})}
-    met = start.meet(config, job=job, must=must, settings=settings or {}, matched=memory.matched,
-                     site=shards.ranks)
+    met = start.exchange_rows(config, job=job, must=must, settings=settings or {}, matched=memory.matched,
+                              site=shards.ranks)
     # Child processes of this rank's servers get the same limit.
     placed = met.launch._replace(local_world=met.local_world)
     config = msgspec.structs.replace(config, codec_threads=codec_threads(config, placed))
@@ -94,7 +94,7 @@ def connect(
         if config.join:
             raise InvalidInput("E-PROCESS-GROUP", f"join: got {config.join}, but this process has no other ranks: start the "
                                                   "script with torchrun or `commlayer join`, or leave join out")
-        settled = plan_choice.settle(plan, job, config, 1, 1, requested=requested, optimizer=memory.family)
+        settled = plan_choice.resolve_plan(plan, job, config, 1, 1, requested=requested, optimizer=memory.family)
         settled = with_modes(settled, requested)
         # A single process also reports an error in the plan, but ignores the plan's number of nodes.
         nodes = max((len(b.by_node) for b in settled.buckets), default=0)
@@ -107,10 +107,10 @@ def connect(
     silent_s = max(config.dead_after_s, reconnect_window_s(config)) if config.join else config.dead_after_s
     waits = WaitsFor(notice_s(config), verdict_s(config), config.deadline_s, silent_s)
     if met.launch.joins >= 0:
-        context = _enter(terms, job, device, met, config, replica, memory, waits, compared(must, config), shards)
+        context = _enter(terms, job, device, met, config, replica, memory, waits, values_to_compare(must, config), shards)
     else:
         context = _begin(terms, job, device, met, met.members, config, replica, memory, waits, plan, align,
-                         compared(must, config), shards)
+                         values_to_compare(must, config), shards)
         print_one_line(context.rank)
     me = next((member for member in context.uplink.epoch.members if member.rank == context.id), None)
     context.stream.open(config, rank=context.id, world=context.world, run=context.uplink.epoch.run,
@@ -148,7 +148,8 @@ def _begin(
     link: WorkerClient | None = None
     with contextlib.ExitStack() as undo:
         with members.all_there(config.deadline_s):
-            patience_s = judged_s(config) if elastic else 0.0  # where members may leave, the coordinator decides who is lost
+            # where members may leave, the coordinator decides who is lost
+            patience_s = continue_wait_s(config) if elastic else 0.0
             groups = Groups(sites, config.deadline_s, device, members, patience_s=patience_s)
             undo.callback(groups.close)
         undo.callback(lambda: leave_job(link, servers, "failed to start", -1, stay_s=waits.stay_s, notice_s=waits.notice_s))
@@ -156,7 +157,7 @@ def _begin(
         align_tensors(align, groups, config.deadline_s, shards=shards)
         terms.basis = plan_choice.basis(plan, notes.append) if first else None
 
-        def suited(made: Plan) -> Plan:
+        def fit_to_job(made: Plan) -> Plan:
             made = with_modes(plan_choice.with_server_nodes(made, terms.basis, nodes, notes.append), terms.requested)
             return shards.cut(made, job, {*map(len, sites)})
 
@@ -166,13 +167,13 @@ def _begin(
             return made
 
         def settle() -> Plan:
-            first_plan = plan_choice.settle(plan, job, config, members.world, per_node, requested=terms.requested,
-                                            optimizer=memory.family, elastic=elastic)
+            first_plan = plan_choice.resolve_plan(plan, job, config, members.world, per_node, requested=terms.requested,
+                                                  optimizer=memory.family, elastic=elastic)
             last = terms.last_runs.load(sites)
             if last is not None and last.plan.servers == first_plan.servers:
                 with contextlib.suppress(ValueError):  # the job may have changed in what the file's name does not contain
-                    return check(suited(last.plan))
-            return suited(first_plan)
+                    return check(fit_to_job(last.plan))
+            return fit_to_job(first_plan)
 
         agreed = agreed_plan(settle, groups)
         if first and (terms.requested.fragments or 1) > agreed.fragments:
@@ -194,14 +195,14 @@ def _begin(
                         may_leave=elastic)
         context = DistributedJob(terms, groups.rank, groups, rows, link, memory, agreed, job, logs=met.logs, waits=waits,
                                  embedded=servers, matched=met.matched,
-                                 site=Site.of(shards, groups, groups.rank))
+                                 site=LocalSite.of(shards, groups, groups.rank))
         undo.pop_all()
     for line in notes:
-        context.say(line)
+        context.log_decision(line)
     if elastic and replica is not None:
         ChangingMembers(context, config, met.launch.home, replica)
     what = "the last run's plan" if terms.auto and agreed.step_s else "plan"
-    context.log(f"begins with {what} {records.digest(agreed)}: {summary_of(agreed)}", event=False)
+    context.log(f"begins with {what} {records.digest(agreed)}: {summarize_plan(agreed)}", event=False)
     return context
 
 

@@ -24,7 +24,7 @@ def print_one_line(rank: int) -> None:
         return
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if line := line_of(error):
+        if line := interrupt_line(error):
             sys.stderr.write(f"commlayer: rank {rank}: {line}\n")  # print() would write twice
             sys.stderr.flush()
         else:
@@ -33,7 +33,7 @@ def print_one_line(rank: int) -> None:
     sys.excepthook = hook
 
 
-def line_of(error: BaseException) -> str:
+def interrupt_line(error: BaseException) -> str:
     """Returns the line to print if this rank or another rank was interrupted by Ctrl-C; "" for all other errors."""
     if isinstance(error, KeyboardInterrupt):
         frames = [(frame, line) for frame, line in traceback.walk_tb(error.__traceback__)

@@ -21,7 +21,7 @@ from commlayer.cluster.processes.rows import StepRows
 from commlayer.cluster.servers.served_rows import ServedRows
 from commlayer.cluster.servers.worker_client import WorkerClient, leave_job
 from commlayer.compressors import restore, snapshot
-from commlayer.config import Config, judged_s, reconnect_window_s
+from commlayer.config import Config, continue_wait_s, reconnect_window_s
 from commlayer.engine.buckets.bucket import EncodedBucket
 from commlayer.engine.epochs.changing_members import ChangingMembers, new_world
 from commlayer.engine.epochs.replica import Replica, TakenState, received
@@ -31,12 +31,12 @@ from commlayer.engine.job.plan_terms import PlanTerms
 from commlayer.engine.model.optimizer_state import OptimizerMemory
 from commlayer.engine.start.result_follower import ResultFollower
 from commlayer.engine.worker.root_cause import WaitsFor
-from commlayer.engine.worker.site import Site
+from commlayer.engine.worker.site import LocalSite
 from commlayer.engine.worker.worker import Worker
 from commlayer.errors import CommError, DeadlineExceeded, InvalidInput, PeerLost
 from commlayer.optim import OuterSGD
 from commlayer.planner.shards import Shards
-from commlayer.records import Epoch, Job, Plan, sites_of
+from commlayer.records import Epoch, Job, Plan, group_by_site
 
 log = logging.getLogger("commlayer")
 T = TypeVar("T")
@@ -53,14 +53,14 @@ def enter(
         ranks = Members()
         own_site = range(ranks.world - request.site_world, ranks.world)
         groups = Groups([*node_ranks(own_site.start, 1), own_site], config.deadline_s, device, ranks,
-                        patience_s=judged_s(config))
+                        patience_s=continue_wait_s(config))
         undo.callback(lambda: groups.close())
-        site = Site.of(shards, groups, own)
+        site = LocalSite.of(shards, groups, own)
         link = WorkerClient(config, config.join, request)
         undo.callback(leave_job, link, (), "failed to start", -1, stay_s=waits.stay_s, notice_s=waits.notice_s)
         link.dial(time.monotonic() + config.join_deadline_s)
         log.warning("joining a running job as worker %d: waiting for an exchange in which it can begin", own)
-        taken = _Receiver(replica, link, job, memory.outer, device, config, waits, check, begin).receive()
+        taken = _StateReceiver(replica, link, job, memory.outer, device, config, waits, check, begin).receive()
         given = taken.told
         assert given.epoch is not None
         site.shards = shards.joining(taken.plan, job, request.site_world)
@@ -69,7 +69,7 @@ def enter(
                                "sync: the job that this home joins uses norm-matched averaging (OuterSGD(matched=True)), but "
                                "this home does not; set it alike on all ranks")
         link.switch_epoch(given.epoch)
-        served = ServedRows(link.transport, own, config.deadline_s + judged_s(config))
+        served = ServedRows(link.transport, own, config.deadline_s + continue_wait_s(config))
         rows = StepRows(served, groups.members, may_leave=True)
         groups = new_world(groups, rows, config, home, given.epoch, own)
         terms.auto = given.automatic
@@ -94,13 +94,15 @@ def enter(
     members.followers |= {*given.followers}
     members.confirmed = members.row_exchanged_steps = given.confirmed
     meanwhile = f", in which the others have made {taken.followed} exchanges" if taken.followed else ""
-    context.say(f"joined the running job as worker {own} with the weights, buffers and optimizer state of its workers, after "
-                f"{time.monotonic() - begin:.1f} s{meanwhile}; this is rank {context.rank} of {context.world}, at step "
-                f"{context.passes}")
+    context.log_decision(f"joined the running job as worker {own} with the weights, buffers and optimizer state of its "
+                         f"workers, after "
+                         f"{time.monotonic() - begin:.1f} s{meanwhile}; this is rank {context.rank} of {context.world}, at "
+                         f"step "
+                         f"{context.passes}")
     return context
 
 
-class _Receiver:
+class _StateReceiver:
     """Receives the state of a running job on a worker that joins."""
 
     def __init__(
@@ -111,7 +113,7 @@ class _Receiver:
         self._config, self._check, self._begin = config, check, begin
         self._follower: ResultFollower | None = None
         self._newest = NewestEpoch(link.epoch, waits.notice_s, reconnect_window_s(config))
-        link.subscribe_epochs(self._newest.offer)
+        link.subscribe_epochs(self._newest.adopt_epoch)
 
     def receive(self) -> TakenState:
         """Waits until the other members give the state of an exchange in which this rank can take part, and installs it.
@@ -157,7 +159,8 @@ class _Receiver:
         """Takes part in the transfer `name`; again, if it begins late."""
         def take(epoch: Epoch) -> T | None:
             _check_givers(epoch, self._link.transport.rank, self._link)
-            relay = StateRelay(self._newest, epoch, self._link.transport.rank, self._config.deadline_s, judged_s(self._config),
+            relay = StateRelay(self._newest, epoch, self._link.transport.rank, self._config.deadline_s,
+                               continue_wait_s(self._config),
                                self._replica.most_nbytes, name, ignore if self._follower is None else self._follower.check)
             try:
                 return relay.take(enter)
@@ -176,7 +179,7 @@ class _Receiver:
         return taken
 
     def _fits(self, plan: Plan) -> None:
-        self._check(plan, sites=sites_of(self._newest.epoch.members))
+        self._check(plan, sites=group_by_site(self._newest.epoch.members))
 
 
 def _restore_codecs(worker: Worker, given: Mapping[str, torch.Tensor]) -> None:

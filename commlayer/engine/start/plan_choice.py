@@ -59,19 +59,20 @@ def requested_plan(compression: Any, plan: Any) -> Plan | Path | str:
     return Path(plan)
 
 
-def settle(plan: Plan | Path | str, job: Job, config: Config, world: int, per_node: int, *,
-           requested: RequestedModes = RequestedModes(), optimizer: str = "", elastic: bool = False) -> Plan:
+def resolve_plan(plan: Plan | Path | str, job: Job, config: Config, world: int, per_node: int, *,
+                 requested: RequestedModes = RequestedModes(), optimizer: str = "", elastic: bool = False) -> Plan:
     """Returns the plan for `world` ranks that the argument `plan` requests; see `requested_plan`. The settings `ratio_over` and
     `warmup` override the plan's own values. `optimizer`: name of the optimizer's family, on which loss budgets depend.
     `elastic`: workers can leave and join, which needs a server even for one worker."""
-    base = _made(plan, job, config, world, per_node, requested=requested, optimizer=optimizer, elastic=elastic)
+    base = _resolve_argument(plan, job, config, world, per_node, requested=requested, optimizer=optimizer, elastic=elastic)
     if config.ratio_over != "bucket":
         base = structs.replace(base, ratio_over=config.ratio_over)
     return structs.replace(base, warmup=config.warmup) if config.warmup else base
 
 
-def _made(plan: Plan | Path | str, job: Job, config: Config, world: int, per_node: int, *, requested: RequestedModes,
-          optimizer: str, elastic: bool) -> Plan:
+def _resolve_argument(plan: Plan | Path | str, job: Job, config: Config, world: int, per_node: int, *,
+                      requested: RequestedModes,
+                      optimizer: str, elastic: bool) -> Plan:
     if isinstance(plan, Plan):
         return plan
     nodes = world // per_node
@@ -85,7 +86,7 @@ def _made(plan: Plan | Path | str, job: Job, config: Config, world: int, per_nod
         path_name, codec = "service", plan
     servers = nodes if config.servers == "each" else 1
     up, down = ("" if part is None else str(wrap(build(part))) for part in split_two_way(codec))
-    fragments = requested.fragments or usual_fragments(requested, job.numel * ELEMENT_NBYTES)
+    fragments = requested.fragments or default_fragment_count(requested, job.numel * ELEMENT_NBYTES)
     made = planner.default_plan(
         job, codec=up, down=down, path=path_name, servers=servers if path_name == "service" else 0,
         ranks_per_node=per_node, fuse_nbytes=config.fuse_nbytes, cut_nbytes=config.cut_nbytes,
@@ -94,11 +95,11 @@ def _made(plan: Plan | Path | str, job: Job, config: Config, world: int, per_nod
     return structs.replace(made, fragments=most_fragments(fragments, requested.every or 1, len(made.buckets)))
 
 
-def usual_fragments(requested: RequestedModes, nbytes: int) -> int:
+def default_fragment_count(requested: RequestedModes, nbytes: int) -> int:
     """Default number of fragments for overlapped local steps of a model of `nbytes`: at most 8, and one is exchanged every two
     steps or more. More would gain little, because the cost of late merges falls with their number to the power of 1.5.
 
-    >>> [usual_fragments(RequestedModes(every, "round"), 1 << 20) for every in (1, 2, 4, 6, 7, 8, 500)]
+    >>> [default_fragment_count(RequestedModes(every, "round"), 1 << 20) for every in (1, 2, 4, 6, 7, 8, 500)]
     [1, 1, 2, 3, 1, 4, 5]
     """
     every = requested.every or 1
@@ -108,9 +109,9 @@ def usual_fragments(requested: RequestedModes, nbytes: int) -> int:
 
 def basis(plan: Any, tell: Tell) -> Basis | None:
     """Reads the inputs file of a plan file: the measurements from which the plan was made. If reading fails, reports the error
-    through `tell` and returns None: training does not need the inputs."""
+    through `exchange_bytes` and returns None: training does not need the inputs."""
     try:
-        return plan_file.basis_of(plan)
+        return plan_file.read_plan_basis(plan)
     except ValueError as error:
         tell(f"the plan has no predictions, because its inputs cannot be read: {error}")
         return None
@@ -118,16 +119,16 @@ def basis(plan: Any, tell: Tell) -> Basis | None:
 
 def with_server_nodes(plan: Plan, made_from: Basis | None, nodes: int, tell: Tell) -> Plan:
     """Returns the plan with its servers on the nodes that the plan names, if servers can be started on these nodes. Otherwise
-    reports the reason through `tell`."""
+    reports the reason through `exchange_bytes`."""
     for line in uncompressed_notices(plan):
         tell(line)
     planned = sum(1 for node in made_from.inputs.cluster.nodes if node.ranks) if made_from else nodes
     if planned != nodes:
         tell(f"the plan was made for {planned} nodes, but this job has {nodes}: its predictions do not apply")
-    hosts = plan_file.server_nodes_of(plan, made_from, nodes)
+    hosts = plan_file.training_server_hosts(plan, made_from, nodes)
     if len(hosts) != len(plan.hosts):
         alone = [structs.replace(plan, servers=1, hosts=(host,)) for host in plan.hosts]
-        absent = [str(one.hosts[0]) for one in alone if not plan_file.server_nodes_of(one, made_from, nodes)]
+        absent = [str(one.hosts[0]) for one in alone if not plan_file.training_server_hosts(one, made_from, nodes)]
         why = f"no rank trains on node {' and '.join(absent)}" if absent else \
             f"it names {len(plan.hosts)} nodes for {plan.servers} servers"
         tell(f"servers run on the nodes that the setting `servers` selects, not on those of the plan: {why}; to run servers "

@@ -34,14 +34,14 @@ from commlayer.cluster.processes.script_host import begin_world
 from commlayer.config import (
     Config,
     Launch,
-    alike,
     is_loopback,
     master,
     read_launch,
+    settings_to_match,
     use_interface,
 )
 from commlayer.engine.model import optimizer_settings
-from commlayer.errors import CommError, CorruptFrame, InvalidInput, coded, short_line
+from commlayer.errors import CommError, CorruptFrame, InvalidInput, append_code, short_line
 from commlayer.records import Job, TensorInfo, complete
 from commlayer.transport import own_address
 from commlayer.transport.crc import crc32c
@@ -102,14 +102,14 @@ class Rendezvous(NamedTuple):
     """True: all ranks use norm-matched averaging."""
 
 
-class Start:
+class StartExchange:
     """Context manager for the start of a job. An error inside it before the rendezvous is sent to all ranks."""
 
     def __init__(self, process_group: Any, device: torch.device) -> None:
         """`process_group`: the ranks to train with; None: all ranks of the job."""
         self._group, self._device, self._reported = process_group, device, False
 
-    def __enter__(self) -> Start:
+    def __enter__(self) -> StartExchange:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _trace: object) -> None:
@@ -121,7 +121,7 @@ class Start:
                 self._exchange_rows(members, Config(), _own_row(error=str(error).partition("\n")[0] or type(error).__name__))
                 _hold_open(members)
 
-    def meet(
+    def exchange_rows(
         self, config: Config, *, job: Job, must: Mapping[str, str], settings: Mapping[str, str], matched: bool = False,
         site: int = 0,
     ) -> Rendezvous:
@@ -137,13 +137,14 @@ class Start:
         address = own_address.address_to(master()) if master() else own_address.default_address()
         name = Keys(config.keys).own.name if launch.home and config.keys else ""
         mine = _own_row(name, agent=launch.agent, address=address,
-                        insecure=config.insecure, keys=bool(config.keys), must=compared(must, config), model=job.digest(),
+                        insecure=config.insecure, keys=bool(config.keys), must=values_to_compare(must, config),
+                        model=job.digest(),
                         settings=settings, matched=matched, site=site)
         rows = self._exchange_rows(members, config, mine)
-        problem = problem_of(rows, members.ranks, own_servers=not config.join)
+        problem = find_mismatch(rows, members.ranks, own_servers=not config.join)
         if not problem and any(row.model != mine.model for row in rows):
             problem = other_model(rows, members, job, config.join_deadline_s)
-        differs = differing(rows, members.ranks)
+        differs = describe_differences(rows, members.ranks)
         if not problem and differs and config.drift != "warn":
             problem = f'{differs}; they must be the same on all ranks, or set drift="warn" to train with different ones'
         if problem:
@@ -154,7 +155,7 @@ class Start:
         several = len({row.machine for row in rows}) > 1
         address = _own_address(mine, rows) if several else ""
         if several and members.reachable and "gloo" not in dist.get_backend():
-            use_interface(own_address.interface_of(address))  # for Gloo's groups, which send small measurements
+            use_interface(own_address.find_interface(address))  # for Gloo's groups, which send small measurements
         local_ranks = Counter(row.machine for row in rows)[mine.machine]
         mates = [row for row in rows if (row.machine, row.agent) == (mine.machine, mine.agent)]
         return Rendezvous(members, launch, per_node, sites, _sharded(rows), local_ranks, address, note, members.reachable,
@@ -175,11 +176,11 @@ class Start:
         self._reported = True
         if members is None:
             return [mine]
-        rows = members.tell(json.dumps(mine._asdict()).encode(), config.join_deadline_s, "start")
-        return [row_of(data, f"rank {rank}") for data, rank in zip(rows, members.ranks, strict=True)]
+        rows = members.exchange_bytes(json.dumps(mine._asdict()).encode(), config.join_deadline_s, "start")
+        return [decode_rank_row(data, f"rank {rank}") for data, rank in zip(rows, members.ranks, strict=True)]
 
 
-def row_of(data: bytes, peer: str) -> RankRow:
+def decode_rank_row(data: bytes, peer: str) -> RankRow:
     """Decodes the row of a rank. The rank may have another version of commlayer, and its row then has other fields."""
     fields = RankRow("", "")._asdict() | decode_json(data, dict[str, Any], "a row about itself", peer)
     try:
@@ -188,7 +189,7 @@ def row_of(data: bytes, peer: str) -> RankRow:
         raise CorruptFrame(f"sends a row about itself that is malformed: {short_line(error, 200)}", peer=peer) from None
 
 
-def group_of(process_group: Any) -> Any:
+def resolve_process_group(process_group: Any) -> Any:
     """Returns the process group for the argument `process_group`, which can be a DeviceMesh of one dimension."""
     if not isinstance(process_group, DeviceMesh):
         return process_group
@@ -199,9 +200,9 @@ def group_of(process_group: Any) -> Any:
     return process_group.get_group()
 
 
-def compared(must: Mapping[str, str], config: Config) -> dict[str, str]:
+def values_to_compare(must: Mapping[str, str], config: Config) -> dict[str, str]:
     """Returns all values that must be the same on all ranks, by name: versions, `must`, and settings."""
-    return _versions() | dict(must) | alike(config)
+    return _versions() | dict(must) | settings_to_match(config)
 
 
 def begin_group(launch: Launch, device: torch.device, config: Config) -> None:
@@ -213,7 +214,7 @@ def begin_group(launch: Launch, device: torch.device, config: Config) -> None:
         return
     if launch.world > launch.local_world:
         address = own_address.address_to(master())
-        use_interface(own_address.interface_of(own_address.default_address() if is_loopback(address) else address))
+        use_interface(own_address.find_interface(own_address.default_address() if is_loopback(address) else address))
     try:
         join = timedelta(seconds=config.join_deadline_s)
         store, rank, world = next(rendezvous("env://", launch.rank, launch.world, timeout=join))
@@ -226,30 +227,33 @@ def begin_group(launch: Launch, device: torch.device, config: Config) -> None:
                             timeout=timedelta(seconds=config.deadline_s))
 
 
-def problem_of(rows: Sequence[RankRow], ranks: Sequence[int], *, own_servers: bool = True) -> str:
+def find_mismatch(rows: Sequence[RankRow], ranks: Sequence[int], *, own_servers: bool = True) -> str:
     """Returns one line with the reason why these ranks cannot train together; "" if they can. `own_servers`: True if the job
     starts its servers itself."""
     if wrong := [r for r, row in enumerate(rows) if row.error]:
-        return f"{_who(wrong, rows, ranks)}: {rows[wrong[0]].error}"
+        return f"{_rank_list(wrong, rows, ranks)}: {rows[wrong[0]].error}"
     for name in dict.fromkeys(name for row in rows for name in row.must):
         values = [row.must.get(name, "unknown") for row in rows]
         if len(set(values)) > 1:
-            return f"{name}: {_by_value(values, rows, ranks)}; it must be the same on all ranks"
+            return f"{name}: {_group_ranks_by_value(values, rows, ranks)}; it must be the same on all ranks"
     machines = len({row.machine for row in rows})
     if own_servers and machines > 1:
         keyed = [r for r, row in enumerate(rows) if row.keys]
         if bare := [r for r, row in enumerate(rows) if not row.keys and (keyed or not row.insecure)]:
             if keyed:
-                return coded("E-KEYS", f"keys: not set on {_who(bare, rows, ranks)}; other ranks have keys: make the "
+                return append_code("E-KEYS",
+                                   f"keys: not set on {_rank_list(bare, rows, ranks)}; other ranks have keys: make the "
                                        "missing ones with `commlayer keys add NAME` and set COMMLAYER_KEYS on every "
                                        "machine (docs/how-to/keys.md)")
-            return coded("E-PLAIN-TEXT", f"insecure: not set on {_who(bare, rows, ranks)}; the ranks run on {machines} "
+            return append_code("E-PLAIN-TEXT",
+                               f"insecure: not set on {_rank_list(bare, rows, ranks)}; the ranks run on {machines} "
                                          "machines, and without keys the traffic between them is not encrypted: make keys "
                                          "with `commlayer keys init` and set COMMLAYER_KEYS on every machine "
                                          "(docs/how-to/keys.md), or set COMMLAYER_INSECURE=1 on every machine if you trust "
                                          "the complete network between them")
         if all(_local(row.address) for row in rows):
-            return coded("E-ADDRESS", f"bind: the ranks run on {machines} machines, but MASTER_ADDR is a loopback address "
+            return append_code("E-ADDRESS",
+                               f"bind: the ranks run on {machines} machines, but MASTER_ADDR is a loopback address "
                                       "on each of them: set MASTER_ADDR to an address that all machines can reach, or set "
                                       "COMMLAYER_BIND on every machine to its own address")
     return ""
@@ -258,15 +262,18 @@ def problem_of(rows: Sequence[RankRow], ranks: Sequence[int], *, own_servers: bo
 def other_model(rows: Sequence[RankRow], members: Members, job: Job, deadline_s: float) -> str:
     """Returns one line with the differences between the models of these ranks. All ranks call it together."""
     tags = [records.encode(tensor) for tensor in job.tensors]
-    every = members.tell(b"".join(crc32c(tag).to_bytes(4, "little") for tag in tags[:MOST_TENSORS]), deadline_s, "start")
+    every = members.exchange_bytes(b"".join(crc32c(tag).to_bytes(4, "little") for tag in tags[:MOST_TENSORS]), deadline_s,
+                                   "start")
     first = next((number for number in range(MOST_TENSORS)
                   if len({digests[4 * number : 4 * number + 4] for digests in every}) > 1), MOST_TENSORS)
     own = tensor_text(job.tensors[first]) if first < len(job.tensors) else "none"
-    lines = members.tell(json.dumps([f"{len(tags)} tensors with {job.numel} elements", own]).encode(), deadline_s, "start")
+    lines = members.exchange_bytes(json.dumps([f"{len(tags)} tensors with {job.numel} elements", own]).encode(), deadline_s,
+                                   "start")
     counts, shown = zip(*(decode_json(line, tuple[str, str], "its number of tensors", f"rank {rank}")
                           for line, rank in zip(lines, members.ranks, strict=True)), strict=True)
-    return (f"model: {_by_value(counts, rows, members.ranks)}; first difference, tensor {first}: "
-            f"{_by_value(shown, rows, members.ranks)}: trained parameters and buffers must have equal names, shapes, dtypes "
+    return (f"model: {_group_ranks_by_value(counts, rows, members.ranks)}; first difference, tensor {first}: "
+            f"{_group_ranks_by_value(shown, rows, members.ranks)}: trained parameters and buffers must have equal names, "
+            f"shapes, dtypes "
             "and order on all ranks")
 
 
@@ -281,14 +288,14 @@ def tensor_text(tensor: TensorInfo) -> str:
     return f"{'buffer ' * tensor.buffer}{tensor.name} of shape {tensor.shape}{dtype}"
 
 
-def differing(rows: Sequence[RankRow], ranks: Sequence[int]) -> str:
+def describe_differences(rows: Sequence[RankRow], ranks: Sequence[int]) -> str:
     """Returns one line with the differences between the ranks' optimizers; "" if the optimizers are equal."""
     differences = optimizer_settings.differences([row.settings for row in rows])
-    return "; ".join(f"{name}: {_by_value(values, rows, ranks)}" for name, values in [*differences.items()][:NAMED])
+    return "; ".join(f"{name}: {_group_ranks_by_value(values, rows, ranks)}" for name, values in [*differences.items()][:NAMED])
 
 
-def _by_value(values: Sequence[str], rows: Sequence[RankRow], ranks: Sequence[int]) -> str:
-    return ", ".join(f"{value} on {_who([r for r, v in enumerate(values) if v == value], rows, ranks)}"
+def _group_ranks_by_value(values: Sequence[str], rows: Sequence[RankRow], ranks: Sequence[int]) -> str:
+    return ", ".join(f"{value} on {_rank_list([r for r, v in enumerate(values) if v == value], rows, ranks)}"
                      for value in dict.fromkeys(values))
 
 
@@ -327,7 +334,7 @@ def _hold_open(members: Members | None) -> None:
     """Keeps this rank's process running until all ranks have read the common error. Afterwards all ranks end."""
     if members is not None:
         with contextlib.suppress(CommError):
-            members.tell(b"", HEARD_S, "start")
+            members.exchange_bytes(b"", HEARD_S, "start")
 
 
 def _own_row(name: str = "", **fields: Any) -> RankRow:
@@ -352,7 +359,7 @@ def _local(address: str) -> bool:
     return not address or is_loopback(address)
 
 
-def _who(chosen: Sequence[int], rows: Sequence[RankRow], ranks: Sequence[int]) -> str:
+def _rank_list(chosen: Sequence[int], rows: Sequence[RankRow], ranks: Sequence[int]) -> str:
     hosts = list(dict.fromkeys(rows[r].host for r in chosen))
     return f"rank {_numbers(chosen, ranks)} ({', '.join(hosts[:4])}{', ...' if len(hosts) > 4 else ''})"
 

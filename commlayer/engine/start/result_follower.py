@@ -18,19 +18,19 @@ import torch
 
 from commlayer.callbacks import ignore
 from commlayer.cluster.processes.bounded_calls import CHECK_S
-from commlayer.cluster.processes.rows import numbers_of
+from commlayer.cluster.processes.rows import section_values
 from commlayer.cluster.servers.gather import ROW_BUCKET
 from commlayer.cluster.servers.served_rows import rows_in
 from commlayer.cluster.servers.worker_client import WorkerClient
-from commlayer.compressors import codec_of
-from commlayer.engine.buckets.bucket import EncodedBucket, bucket_of
+from commlayer.compressors import make_codec
+from commlayer.engine.buckets.bucket import EncodedBucket, make_bucket
 from commlayer.engine.buckets.units import Units
 from commlayer.engine.epochs.replica import GivenState
 from commlayer.engine.step.update_norms import LENGTHS
 from commlayer.engine.sync.local_steps import Fragment
 from commlayer.errors import CommError, DeadlineExceeded
 from commlayer.optim import OuterSGD
-from commlayer.planner.buckets import fragments_of, ranges_of
+from commlayer.planner.buckets import divide_into_fragments, tensor_ranges
 from commlayer.records import Bucket, Job, Plan
 from commlayer.transport.protocol import SERVER_BASE, Flag, Handle, Header, Kind, Message, peer_name
 
@@ -67,7 +67,7 @@ class _Stream:
         if answer.error() is None and answer.message().header.flags & (Flag.ABANDON | Flag.LOST) != Flag.ABANDON:
             self._request(step + self._ahead)
 
-    def need(self, first: int) -> None:
+    def set_first_needed(self, first: int) -> None:
         """Sets the first step whose result is needed: earlier ones may be lost."""
         with self._arrived:
             self._needed = first
@@ -115,12 +115,12 @@ class ResultFollower:
         self._job, self._plan, self._outer, self._device, self._deadline_s = job, plan, outer, device, deadline_s
         buffers = {number for number, tensor in enumerate(job.tensors) if tensor.buffer}
         self._fragments = [[plan.buckets[place] for place in places if plan.buckets[place].slices[0].tensor not in buffers]
-                           for places in fragments_of(plan.buckets, plan.fragments)]
+                           for places in divide_into_fragments(plan.buckets, plan.fragments)]
         self._streams = {b.id: _Stream(link, b.id, b.server, given, given.step, AHEAD)
                          for fragment in self._fragments for b in fragment}
         self._rows = _Stream(link, ROW_BUCKET, 0, given, given.row, ROWS_AHEAD) if given.matched else None
         if self._rows is not None:
-            self._rows.need(sys.maxsize)  # until the state that was current before one of these rows arrives
+            self._rows.set_first_needed(sys.maxsize)  # until the state that was current before one of these rows arrives
         self._units = Units(given.first_world)
         self._step, self._row = given.step, given.row
         """The exchange, and the first row, of which nothing is applied to the state yet."""
@@ -134,7 +134,7 @@ class ResultFollower:
             return  # begins again
         self._step, self._row = step, row
         if self._rows is not None:
-            self._rows.need(row)
+            self._rows.set_first_needed(row)
         self._starts = [start.to(self._device) for start in starts]
         self._velocity = [None if each is None else each.to(self._device) for each in velocity]
 
@@ -169,17 +169,17 @@ class ResultFollower:
         """Applies the result of one fragment; see OuterSteps."""
         deadline = time.monotonic() + self._deadline_s * self._plan.local_steps
         norms = self._norms(deadline)
-        fragment = Fragment(number, ranges_of(buckets), self._starts, self._velocity)
+        fragment = Fragment(number, tensor_ranges(buckets), self._starts, self._velocity)
         changes = {n: torch.zeros_like(self._starts[n], device="cpu") for b in buckets for n in {s.tensor for s in b.slices}}
         weights = [self._decode(bucket, changes, deadline) for bucket in buckets]
         fragment.changes = {n: change.to(self._device) for n, change in changes.items()}
-        finite, _ = fragment.match(norms, has_weight=any(weights))
+        finite, _ = fragment.scale_to_norms(norms, has_weight=any(weights))
         fragment.apply(self._starts, self._outer, finite=finite)
 
     def _decode(self, planned: Bucket, changes: Mapping[int, torch.Tensor], deadline: float) -> float:
         """Writes the mean of a bucket into `changes`. Returns its total weight."""
         message = self._streams[planned.id].take(self._step, deadline)
-        bucket = bucket_of(planned, self._job, codec_of(planned, plan=self._plan), torch.device("cpu"), 0)
+        bucket = make_bucket(planned, self._job, make_codec(planned, plan=self._plan), torch.device("cpu"), 0)
         assert isinstance(bucket, EncodedBucket)
         bucket.keep_encoded(ignore)  # the memory of a result is not used again
         weight = bucket.exchange.total = message.header.weight
@@ -195,6 +195,6 @@ class ResultFollower:
         while self._rows is not None:
             message = self._rows.take(self._row, deadline)
             self._row += 1
-            if norms := numbers_of(rows_in(message).values(), LENGTHS):
+            if norms := section_values(rows_in(message).values(), LENGTHS):
                 return norms
         return []

@@ -53,7 +53,7 @@ class _DeferredTensor(_Deferred):
     ) -> Any:
         kwargs = kwargs or {}
         if func not in _HARMLESS:
-            for tensor in _deferred([*args, *kwargs.values()]):
+            for tensor in _find_deferred([*args, *kwargs.values()]):
                 _fetch(tensor)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
@@ -98,11 +98,11 @@ def _fetch(value: Any) -> Any:
     return value
 
 
-def _deferred(values: Sequence[Any]) -> Iterator[torch.Tensor]:
+def _find_deferred(values: Sequence[Any]) -> Iterator[torch.Tensor]:
     for value in values:
         if isinstance(value, _DeferredTensor):
             yield value  # type: ignore[misc]
         elif isinstance(value, list | tuple):
-            yield from _deferred(value)
+            yield from _find_deferred(value)
         elif isinstance(value, dict):
-            yield from _deferred([*value.values()])
+            yield from _find_deferred([*value.values()])

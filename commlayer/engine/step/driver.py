@@ -9,17 +9,17 @@ from typing import Any
 from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
 
-from commlayer.engine.components import Component, Order
+from commlayer.engine.components import Component, ComponentOrder
 from commlayer.engine.guards.uneven_inputs import TWICE
 from commlayer.engine.job.job import JobContext
-from commlayer.engine.model.model_tensors import parameters_of
-from commlayer.errors import InvalidInput, cause_of
+from commlayer.engine.model.model_tensors import trained_parameters
+from commlayer.errors import InvalidInput, exit_reason
 
 
 class Driver(Component):
     """Base class of drivers. Session describes their methods."""
 
-    order = Order.DRIVER
+    order = ComponentOrder.DRIVER
 
     def __init__(self, context: JobContext) -> None:
         self.context, self._syncing = context, True
@@ -41,7 +41,7 @@ class SoloDriver(Driver):
     def __init__(self, model: nn.Module, context: JobContext, optimizer: Any) -> None:
         """Counts the optimizer's steps. Without an optimizer, or if it has no step hooks, counts backward passes."""
         super().__init__(context)
-        trained = [p for _, p in parameters_of(model)]
+        trained = [p for _, p in trained_parameters(model)]
         self._counting: Any = None
         if hasattr(optimizer, "_optimizer_step_post_hooks"):  # wrappers of optimizers have no hooks
             self._counting = optimizer.register_step_post_hook(lambda *_: context.count_step())
@@ -57,7 +57,7 @@ class SoloDriver(Driver):
         try:
             yield
         except BaseException as error:
-            self.context.close(cause_of(error))
+            self.context.close(exit_reason(error))
             raise
         finally:
             self.in_join = False

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from commlayer.engine.components import Component, Order, Pending
+from commlayer.engine.components import Component, ComponentOrder, Pending
 from commlayer.engine.guards.step_guard import StepGuard
 from commlayer.engine.hooks.forward_order import before_forward
 from commlayer.engine.job.job import DistributedJob
@@ -32,7 +32,7 @@ class ExchangeSchedule(Component):
     An exchange follows the optimizer's step. If that step was skipped, the exchange runs before the next training forward pass.
     """
 
-    order = Order.SCHEDULE
+    order = ComponentOrder.SCHEDULE
 
     def __init__(
         self, model: nn.Module, parameters: Sequence[nn.Parameter], buffers: Callable[[], list[torch.Tensor]], *,
@@ -67,10 +67,10 @@ class ExchangeSchedule(Component):
         """
         if (local := self.local) is None:
             return False
-        cleared = adds and self._accumulates and self._cleared()
+        cleared = adds and self._accumulates and self._gradients_cleared()
         if cleared:
             local.pending_residuals.remove_from_gradients()
-        if not self._accumulates or (cleared and not self._guard.inside):
+        if not self._accumulates or (cleared and not self._guard.step_is_running):
             if cleared:  # the optimizer has skipped a step, so the measured time covers more than one step
                 self._worker.stopwatch.drop()
             self._count(local)
@@ -110,13 +110,13 @@ class ExchangeSchedule(Component):
         grads = [p.grad for p in self._parameters if p.grad is not None]
         return len(grads), sum(grad._version for grad in grads)
 
-    def _cleared(self) -> bool:
+    def _gradients_cleared(self) -> bool:
         """Returns True if gradients were cleared before the last backward pass added to them. Adding increases each tensor's
         version by one, clearing by one more. Gradients that replace None start at version 0."""
         count, versions = self._noted
         return not 1 <= self._versions()[1] - versions <= count
 
-    def _skipped(self) -> bool:
+    def _step_was_skipped(self) -> bool:
         """Returns True if the current gradients, which no optimizer step has applied, are missing, zero or not finite. Called
         before a forward pass."""
         grads = [grad._values() if grad.is_sparse else grad for p in self._parameters if (grad := p.grad) is not None]
@@ -135,14 +135,14 @@ class ExchangeSchedule(Component):
                 self._worker.stopwatch.start()
 
     def _before_forward(self, model: nn.Module) -> None:
-        if not model.training or self.local is None or self._guard.inside:
+        if not model.training or self.local is None or self._guard.step_is_running:
             return
         if not self._accumulates:
             self._catch_up()
-        elif self.local.due and self._skipped():
+        elif self.local.exchange_is_due and self._step_was_skipped():
             self.local.pending_residuals.remove_from_gradients()
             self._catch_up()
-        elif self._versions()[1] - self._noted[1] >= self._noted[0] and not self._skipped():
+        elif self._versions()[1] - self._noted[1] >= self._noted[0] and not self._step_was_skipped():
             self._noted = self._versions()  # gradients were clipped or unscaled, not cleared
 
     def drain(self, deadline_s: float = 0.0) -> None:
@@ -154,7 +154,7 @@ class ExchangeSchedule(Component):
 
     def _exchange_early(self, exchange: Callable[[Worker, list[torch.Tensor], float], bool], deadline_s: float) -> None:
         """Calls `exchange`, which returns True if something was left to exchange. No worker joins meanwhile."""
-        with self._context.members.no_joins():
+        with self._context.members.without_joins():
             if exchange(self._worker, self._buffers(), deadline_s):
                 self._ended(early=True)
 
@@ -166,7 +166,7 @@ class ExchangeSchedule(Component):
         elif pending is Pending.ALL_STEPS:
             self.drain()
         elif pending is Pending.ALL_EXCHANGES:
-            while self.local is not None and self.local.behind:
+            while self.local is not None and self.local.unshared_steps:
                 self._exchange(self.local)
 
     def close(self) -> None:
@@ -174,11 +174,12 @@ class ExchangeSchedule(Component):
         if not self._context.elastic:
             self.complete(Pending.RUNNING)
             self.drain(self._deadline_s)
-        elif self.local is not None and self.local.behind:
+        elif self.local is not None and self.local.unshared_steps:
             if self._context.rows.leave(self._deadline_s * self.local.every):
                 self.local.drain(self._worker, self._buffers(), self._deadline_s)
             else:
-                self._context.log(f"the last {self.local.behind} steps were not exchanged, because other workers train on",
+                self._context.log(f"the last {self.local.unshared_steps} steps were not exchanged, because other workers train "
+                                  f"on",
                                   logging.WARNING)
 
     def detach(self) -> None:
@@ -213,7 +214,7 @@ class ExchangeSchedule(Component):
         context.local.pending_residuals.inherit(context.worker.pending_residuals)
 
     def _catch_up(self) -> None:
-        if self.local is not None and self.local.due:
+        if self.local is not None and self.local.exchange_is_due:
             self._exchange(self.local)
 
     def _exchange(self, local: OuterSteps) -> None:

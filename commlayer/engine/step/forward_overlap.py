@@ -22,16 +22,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from commlayer.engine.hooks.aliases import gradient_held, hooked_behind_adding, hooked_by_script, weight_held
+from commlayer.engine.hooks.aliases import gradient_held, has_later_hook, hooked_by_script, weight_held
 from commlayer.engine.hooks.callbacks import weakly
 from commlayer.engine.hooks.forward_order import ModuleHook, before_forward
-from commlayer.engine.hooks.gradient_mark import GradientMark, Marks
-from commlayer.engine.model.optimizers import closure_of, watch
+from commlayer.engine.hooks.gradient_mark import GradientMark, GradientMarks
+from commlayer.engine.model.optimizers import find_closure, watch
 from commlayer.engine.step.deferred import defer, undefer
 from commlayer.engine.step.step_loop import StepLoop
 from commlayer.engine.worker.partial_step import PartialStep
 from commlayer.errors import CommError, InvalidInput, StepAbandoned
-from commlayer.optim.pieces import Group, step_piece, values_of
+from commlayer.optim.pieces import Group, copy_hyperparameters, step_piece
 
 log = logging.getLogger("commlayer")
 
@@ -56,7 +56,7 @@ class PendingStep(PartialStep):
         self.dropped = False
         """True: some averages were not applied because they are not finite."""
         self.on_end: list[Callable[[], None]] = []
-        """Functions to call at the end of the step, because `when_ended` was called during it."""
+        """Functions to call at the end of the step, because `call_at_end` was called during it."""
 
 
 class ForwardOverlap:
@@ -71,7 +71,7 @@ class ForwardOverlap:
         self._parameters = [p for _, p in named]
         # If the user did not ask for this overlap, the script may use gradients as under any other plan.
         self._waits = loop.context.terms.requested.overlap != "forward"
-        self._marks = Marks(named, self._final if self._waits else None)
+        self._marks = GradientMarks(named, self._final if self._waits else None)
         self._numbers = {id(p): number for number, p in enumerate(self._parameters)}
         self._optimizer, self._scaler, self._loop, self._written, self._clips = optimizer, scaler, loop, written, clips
         self._lock = threading.RLock()
@@ -97,7 +97,7 @@ class ForwardOverlap:
         self._end_watch = watch(self._before_step, self._after_step)
         self._handles += [
             before_forward(model, model_hook, prepend=True),
-            *(p.register_hook(partial(self._before_adding, p)) for p in self._parameters),
+            *(p.register_hook(partial(self._before_accumulation, p)) for p in self._parameters),
             self._optimizer.register_state_dict_pre_hook(lambda _: self._finish_updates()),
             self._optimizer.register_load_state_dict_pre_hook(lambda *_: self._finish_updates()),
         ]
@@ -127,7 +127,7 @@ class ForwardOverlap:
                                        "attach()")
             # The condition can differ between ranks. A step completed here is still observed at the same point as on other
             # ranks.
-            finish = self._waits and (self._shared or any(p.grad is None or hooked_behind_adding(p) for p in self._parameters))
+            finish = self._waits and (self._shared or any(p.grad is None or has_later_hook(p) for p in self._parameters))
             self._shared = False
             # The exchange reads and writes detached aliases of the buffers, because use of an alias does not wait.
             tensors = [*(p.grad for p in self._parameters), *(b.detach() for b in buffers)]
@@ -156,7 +156,7 @@ class ForwardOverlap:
     def _withhold(self, step: PendingStep, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Writes the averages that have arrived, and makes the optimizer skip all other parameters."""
         step.withheld = []
-        closure = closure_of(args, kwargs)
+        closure = find_closure(args, kwargs)
         if step.deferred or self._clips or closure is not None or hooked_by_script(self._optimizer):
             self._take(step, step.wait_all)
             self._drop_not_finite(step)
@@ -187,7 +187,7 @@ class ForwardOverlap:
             exposed = []
             for group in optimizer.param_groups:
                 numbers = withheld.intersection(self._numbers.get(id(p), -1) for p in group["params"])
-                values = values_of(group) if numbers else {}
+                values = copy_hyperparameters(group) if numbers else {}
                 for number in sorted(numbers):
                     step.deferred[number] = values
                     self._parameters[number].grad = self._marks[number]
@@ -227,7 +227,7 @@ class ForwardOverlap:
         if (step := self._running) is not None:
             self._wait_for(range(len(step.averages)))
 
-    def _before_adding(self, p: torch.Tensor, _gradient: torch.Tensor) -> None:
+    def _before_accumulation(self, p: torch.Tensor, _gradient: torch.Tensor) -> None:
         """Ends the previous step when a backward pass is about to add its first gradient. Called by gradient hooks."""
         if self._running is not None or self._unobserved:
             self.end_and_observe()
@@ -284,7 +284,7 @@ class ForwardOverlap:
         for act in step.on_end:
             act()
 
-    def when_ended(self, act: Callable[[], None]) -> None:
+    def call_at_end(self, act: Callable[[], None]) -> None:
         """Calls `act` when the running step has ended, or at once if no step is running."""
         with self._lock:
             if self._running is None:
@@ -336,7 +336,7 @@ class ForwardOverlap:
         p, mark = self._parameters[number], self._marks[number]
         if p.grad is mark:
             p.grad = average.zero_() if (mark.zeroed or clear) and average is not None else average
-        self._marks.became(number, average)
+        self._marks.store_average(number, average)
 
     def _discard(self, step: PendingStep, number: int) -> None:
         """Drops an update whose average is not finite, when the optimizer's step has already run."""

@@ -14,7 +14,7 @@ from torch import nn
 
 from commlayer.config import Config
 from commlayer.engine.buckets.shared_buffers import agree
-from commlayer.engine.components import Order, Pending
+from commlayer.engine.components import ComponentOrder, Pending
 from commlayer.engine.guards.attached_model import AttachedModel
 from commlayer.engine.guards.finite_steps import FiniteSteps
 from commlayer.engine.guards.model_checks import refuse_ddp_around
@@ -23,18 +23,18 @@ from commlayer.engine.guards.uneven_inputs import UnevenInputs
 from commlayer.engine.hooks.aliases import shares_memory
 from commlayer.engine.hooks.forward_order import ForwardOrder
 from commlayer.engine.job.job import DistributedJob
-from commlayer.engine.model.model_tensors import buffers_of, parameters_of
-from commlayer.engine.model.shard_parameters import engine_parameters, original_of, reduction_of
+from commlayer.engine.model.model_tensors import averaged_buffers, trained_parameters
+from commlayer.engine.model.shard_parameters import engine_parameters, make_all_reduce_check, original_parameter
 from commlayer.engine.step.driver import Driver
 from commlayer.engine.step.exchange_schedule import ExchangeSchedule
 from commlayer.engine.step.forward_overlap import ForwardOverlap
 from commlayer.engine.step.quiet_ddp import QuietDDP
 from commlayer.engine.step.step_loop import StepLoop
-from commlayer.engine.sync.sync_modes import useless_of
-from commlayer.engine.worker.averages import targets_of
+from commlayer.engine.sync.sync_modes import forbidden_as_useless
+from commlayer.engine.worker.averages import averaging_targets
 from commlayer.engine.worker.gradient_hooks import Hooks
 from commlayer.engine.worker.sparse_averages import SparseGradients
-from commlayer.errors import InvalidState, cause_of
+from commlayer.errors import InvalidState, exit_reason
 from commlayer.optim import OuterSGD
 
 CHANGED = (
@@ -44,7 +44,7 @@ CHANGED = (
 
 
 class ModuleDriver(Driver):
-    order = Order.DRIVER
+    order = ComponentOrder.DRIVER
 
     def __init__(
         self, model: nn.Module, context: DistributedJob, *, optimizer: Any, scaler: Any, config: Config, outer: OuterSGD,
@@ -55,9 +55,9 @@ class ModuleDriver(Driver):
         super().__init__(context)
         self.context: DistributedJob = context
         self._ddp, self._model = ddp, model
-        named = parameters_of(model)
+        named = trained_parameters(model)
         self._names, self._parameters = [name for name, _ in named], engine_parameters([p for _, p in named])
-        self._buffers = [name for name, _ in buffers_of(model)]
+        self._buffers = [name for name, _ in averaged_buffers(model)]
         self._sparse = SparseGradients(model, self._parameters, optimizer)
         self._entries: dict[int, torch.Tensor] = {}
         """Maps a parameter's number to its average in the current step, if this average arrived as sparse entries."""
@@ -78,21 +78,21 @@ class ModuleDriver(Driver):
         self._loop = StepLoop(context, self._parameters, [*model.named_parameters()], optimizer=optimizer, scaler=scaler,
                               config=config, guard=self._guard, finite=finite, schedule=schedule, uneven=self._uneven)
         self._overlapped: Callable[[], ForwardOverlap] = lambda: ForwardOverlap(
-            model, parameters_of(model), optimizer, scaler, self._loop, self._buffers_now, self._note, clips=clips)
-        context.terms.useless = useless_of(scaler, clips=clips, apart=context.stepped_apart)
+            model, trained_parameters(model), optimizer, scaler, self._loop, self._buffers_now, self._note_written, clips=clips)
+        context.terms.useless = forbidden_as_useless(scaler, clips=clips, apart=context.stepped_apart)
         context.on_close.append(self._drop)
         context.components.add(self)
         agree(context.worker.shared_buffers, [*[None] * len(self._parameters), *self._buffers_now()])
         self._order: ForwardOrder | None = None
         self.new_plan()
         ordered = [*self._parameters, *self._buffers_now()]
-        self._order = ForwardOrder(model, {id(original_of(tensor)): i for i, tensor in enumerate(ordered)})
+        self._order = ForwardOrder(model, {id(original_parameter(tensor)): i for i, tensor in enumerate(ordered)})
         if ddp is None:
             refuse_ddp_around(model)
         # Compiled modules forward attributes to their original module.
         plain = vars(getattr(model, "_orig_mod", model))
         # Code that trains through several wrappers (Accelerate) sets DDP's attribute on any module.
-        reduces = reduction_of(model)
+        reduces = make_all_reduce_check(model)
         self._hooks = Hooks(self._parameters, lambda: context.worker, self._ready, self._end,
                             lambda: self._syncing and reduces() and plain.get("require_backward_grad_sync", True)
                             and (ddp is None or ddp.syncing), self._guard.own.add, self._aborted)
@@ -142,7 +142,7 @@ class ModuleDriver(Driver):
             self._loop.discard()
             self._uneven.leave(lambda: self._loop.take_part(self._buffers_now()))
         except BaseException as error:
-            self.context.close(cause_of(error))
+            self.context.close(exit_reason(error))
             raise
         finally:
             self._uneven.end()
@@ -151,7 +151,7 @@ class ModuleDriver(Driver):
         if self._overlap is None:
             self._loop.set_weight(n)
         else:
-            self._overlap.when_ended(lambda: self._loop.set_weight(n))
+            self._overlap.call_at_end(lambda: self._loop.set_weight(n))
 
     def synchronize(self) -> None:
         if not self._finish_overlap() and self._written != self._gradients():
@@ -225,17 +225,17 @@ class ModuleDriver(Driver):
         for number, (p, average) in enumerate(zip(self._parameters, averages, strict=False)):
             p.grad = self._entries.pop(number, average)
         self._sparse.make_sparse()
-        self._note()
+        self._note_written()
         self._loop.written()
         self._loop.observe()
 
     def _targets(self) -> list[torch.Tensor | None]:
         """Returns the tensors into which to write averages; None for parameters whose averages arrived as sparse entries."""
         self._entries = self._sparse.arrived(self._loop.worker)
-        targets = targets_of(self._loop.worker, self._parameters)
+        targets = averaging_targets(self._loop.worker, self._parameters)
         return [None if number in self._entries else target for number, target in enumerate(targets)]
 
-    def _note(self) -> None:
+    def _note_written(self) -> None:
         self._written = self._gradients()
 
     def _gradients(self) -> list[tuple[int, int, int] | None]:

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from commlayer.config import Config
-from commlayer.engine.components import Component, Order, Pending
+from commlayer.engine.components import Component, ComponentOrder, Pending
 from commlayer.engine.guards.finite_steps import FiniteSteps
 from commlayer.engine.guards.parameter_drift import ParameterDrift
 from commlayer.engine.guards.step_guard import StepGuard
@@ -37,7 +37,7 @@ from commlayer.errors import StepAbandoned
 class StepLoop(Component):
     """Runs the training steps of one attached model in a job of several workers."""
 
-    order = Order.LOOP
+    order = ComponentOrder.LOOP
 
     def __init__(
         self, context: DistributedJob, parameters: Sequence[nn.Parameter], compared: Sequence[tuple[str, torch.Tensor]], *,
@@ -95,7 +95,7 @@ class StepLoop(Component):
         """Counts a local step if the plan has local steps; see ExchangeSchedule.count. Returns True if it was a local step."""
         if not self._schedule.count(loss_scale(self._scaler), adds=adds):
             return False
-        self._finite.counted()
+        self._finite.check_local_step()
         begin = time.perf_counter()
         self.context.components.end_local_step()
         self.worker.stopwatch.skip(time.perf_counter() - begin)
@@ -103,7 +103,7 @@ class StepLoop(Component):
 
     def new_plan(self) -> None:
         if self.local:
-            self._use.wrote(keeps=False)  # local steps have no averages to watch
+            self._use.note_written(keeps=False)  # local steps have no averages to watch
 
     def average(
         self, leftovers: Sequence[torch.Tensor | None], targets: Callable[[], Sequence[torch.Tensor | None]],
@@ -118,11 +118,11 @@ class StepLoop(Component):
         try:
             self.worker.finish(leftovers, self.deadline_s)
         except BaseException as error:
-            self._passed()
+            self._count_pass()
             if isinstance(error, StepAbandoned):
                 self._end_first_step()
             raise
-        self._passed()
+        self._count_pass()
         self._end_first_step()
         if self._uneven.all_active():
             self.context.components.sums_arrived()
@@ -145,7 +145,7 @@ class StepLoop(Component):
             self.context.components.new_members()
         self.context.members.end_first_step()
 
-    def _passed(self) -> None:
+    def _count_pass(self) -> None:
         self.context.count_step()
         self._uneven.end_step()
 
@@ -185,11 +185,12 @@ class StepLoop(Component):
     def written(self, known: Collection[int] = ()) -> None:
         """Starts to observe whether the script applies or clears the averages in `.grad`. `known`: parameters whose averages
         have already been reported as applied or discarded."""
-        self._finite.written()
-        self._use.wrote(keeps=self.worker.keeps, known=known)
+        self._finite.check_averages()
+        self._use.note_written(keeps=self.worker.keeps, known=known)
 
     def observe(self, *, between: bool = True) -> None:
-        """Runs the components after averages are written; one of them might switch to another plan. `between`: True if no
+        """Runs the components after averages are written; one of them might switch to another plan.
+        `continue_without_departed`: True if no
         forward pass has run since then."""
         def skip(took_s: float) -> None:  # the time of components does not count as compute
             self.context.observed_s += took_s
@@ -210,7 +211,7 @@ class StepLoop(Component):
             try:
                 self.worker.abort(self.deadline_s)
             finally:
-                self._passed()
+                self._count_pass()
 
     def set_weight(self, n: float) -> None:
         local = self.context.local

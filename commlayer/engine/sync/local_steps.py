@@ -30,12 +30,12 @@ from torch import nn
 
 from commlayer.callbacks import ignore
 from commlayer.compressors.residual_slices import ResidualSlice, residual_on
-from commlayer.engine.model.shard_parameters import original_of
-from commlayer.engine.sync.norm_matching import Norms, largest_of, scale_of, square_of
+from commlayer.engine.model.shard_parameters import original_parameter
+from commlayer.engine.sync.norm_matching import Norms, largest_magnitude, norm_matching_factor, sum_of_squares
 from commlayer.engine.worker.worker import Worker
 from commlayer.observe.step_trace import Recorder
 from commlayer.optim import OuterSGD
-from commlayer.planner.buckets import ranges_of
+from commlayer.planner.buckets import tensor_ranges
 from commlayer.records import Slice
 
 PENDING = "local.residual."
@@ -133,8 +133,8 @@ class Fragment:
     ) -> None:
         """`ranges`: of the elements of each tensor. `velocity`: see OuterSGD.step."""
         self.number, self._ranges = number, ranges
-        self._starts = {n: _parts(starts[n], parts) for n, parts in ranges.items() if n < len(starts)}
-        self._velocity = {n: _parts(v, ranges[n]) for n in self._starts if (v := velocity[n]) is not None}
+        self._starts = {n: _range_views(starts[n], parts) for n, parts in ranges.items() if n < len(starts)}
+        self._velocity = {n: _range_views(v, ranges[n]) for n in self._starts if (v := velocity[n]) is not None}
         self.changes: dict[int, torch.Tensor] = {}
         """The change of each parameter, and the values of each module buffer. Each has the shape of its tensor, but only the
         elements in `ranges` are valid. The means are written into the same memory."""
@@ -144,15 +144,15 @@ class Fragment:
     @property
     def parts(self) -> list[torch.Tensor]:
         """The changes of the parameters, later their means: one tensor for each range."""
-        return [part for n in self._starts for part in _parts(self.changes[n], self._ranges[n])]
+        return [part for n in self._starts for part in _range_views(self.changes[n], self._ranges[n])]
 
     def prepare(self, tensors: Sequence[torch.Tensor], *, overlap: bool) -> None:
         """Computes the changes of `tensors` since the start. `overlap`: their values change before `apply`."""
         for n, parts in self._ranges.items():
             values = tensors[n].contiguous()
-            ends, starts = _parts(values, parts), self._starts.get(n)
+            ends, starts = _range_views(values, parts), self._starts.get(n)
             self.changes[n] = torch.empty_like(values, dtype=None if starts is None else starts[0].dtype)
-            changes = _parts(self.changes[n], parts)
+            changes = _range_views(self.changes[n], parts)
             if starts is None:
                 torch._foreach_copy_(changes, ends)
             else:
@@ -161,7 +161,7 @@ class Fragment:
             if overlap:
                 self._ends[n] = [end.clone() for end in ends]
 
-    def match(
+    def scale_to_norms(
         self, norms: Sequence[Sequence[float]], in_site: Callable[[float], float] = float, *, has_weight: bool,
     ) -> tuple[bool, float]:
         """Scales the means to the `norms` of the changes, if there are any. Without weight the means become zero. Returns
@@ -170,10 +170,11 @@ class Fragment:
         parts = self.parts
         for mean in () if has_weight else parts:
             mean.zero_()
-        square = in_site(square_of(parts) if norms else 0.0 * largest_of(parts))  # NaN if some mean on some rank is not finite
+        # NaN if some mean on some rank is not finite
+        square = in_site(sum_of_squares(parts) if norms else 0.0 * largest_magnitude(parts))
         if not (math.isfinite(square) and norms):
             return math.isfinite(square), 0.0
-        scale = scale_of(norms, square)
+        scale = norm_matching_factor(norms, square)
         for mean in parts if scale != 1 else ():
             mean.mul_(scale)
         return True, square
@@ -183,12 +184,12 @@ class Fragment:
         means are not finite, all tensors return to their starts."""
         for n, parts in self._ranges.items():
             values = tensors[n].contiguous()
-            means = _parts(self.changes[n], parts)
+            means = _range_views(self.changes[n], parts)
             starts = self._starts.get(n, means)
             if finite and n in self._starts:
                 for start, mean, velocity in zip(starts, means, self._velocity.get(n, [None] * len(parts)), strict=True):
                     outer.step(start, mean, velocity)
-            for i, (mine, start) in enumerate(zip(_parts(values, parts), starts, strict=True)):
+            for i, (mine, start) in enumerate(zip(_range_views(values, parts), starts, strict=True)):
                 mine.copy_(start + (mine - self._ends[n][i]) if self._ends and finite else start)
             if values is not tensors[n]:  # `tensors[n]` is not contiguous, so `values` is a copy
                 tensors[n].copy_(values)
@@ -253,16 +254,16 @@ class OuterSteps:
         self.apart = True
 
     @property
-    def matches(self) -> bool:
+    def matches_norms(self) -> bool:
         """True: the ranks exchange the norms of their changes."""
         return self._norms is not None
 
     @property
-    def due(self) -> bool:
+    def exchange_is_due(self) -> bool:
         return self.taken >= self.every // self._fragments
 
     @property
-    def behind(self) -> int:
+    def unshared_steps(self) -> int:
         """Number of recent steps whose weight changes some ranks do not have yet. These steps are lost if their rank dies. The
         number is the same on all ranks."""
         return sum(self._steps)
@@ -277,7 +278,7 @@ class OuterSteps:
         """Maps the id of each parameter to its start, if the ranks' weights are never all equal."""
         if not self.weights_always_differ:
             return {}
-        return dict(zip(map(id, map(original_of, self._parameters)), self.starts, strict=True))
+        return dict(zip(map(id, map(original_parameter, self._parameters)), self.starts, strict=True))
 
     @property
     def under_way(self) -> bool:
@@ -341,14 +342,14 @@ class OuterSteps:
                 p.detach().copy_(start)
         worker.units.weight = weight
         tensors = self._tensors(buffers)
-        fragment = Fragment(self._next, ranges_of(worker.fragments[self._next]), self.starts, self._velocity)
+        fragment = Fragment(self._next, tensor_ranges(worker.fragments[self._next]), self.starts, self._velocity)
         fragment.prepare(tensors, overlap=overlap)
         self._running, self._next = fragment, (self._next + 1) % self._fragments
         worker.send(fragment.changes, fragment.number)
         if self._next == 0:
             worker.complete([None] * len(tensors))
         if self._norms is not None:
-            self._norms.start(weight, worker.sum_in_site(square_of(fragment.parts), deadline_s))
+            self._norms.start(weight, worker.sum_in_site(sum_of_squares(fragment.parts), deadline_s))
 
     def _apply(self, worker: Worker, buffers: Sequence[torch.Tensor], deadline_s: float) -> None:
         """Waits for the means of the running exchange, if there is one, and applies the outer optimizer."""
@@ -361,7 +362,8 @@ class OuterSteps:
         has_weight, square = worker.has_weight(fragment.number), 0.0
         finite = not has_weight or worker.write([fragment.changes.get(n) for n in range(len(tensors))], fragment.number)
         if finite:
-            finite, square = fragment.match(norms, partial(worker.sum_in_site, deadline_s=deadline_s), has_weight=has_weight)
+            finite, square = fragment.scale_to_norms(norms, partial(worker.sum_in_site, deadline_s=deadline_s),
+                                                     has_weight=has_weight)
         if finite and norms and self._norms is not None:
             self._norms.observe(norms, square)
         fragment.apply(tensors, self._outer, finite=finite)
@@ -412,7 +414,7 @@ def _wide(p: nn.Parameter) -> torch.Tensor:
     return p.detach().to(wide, copy=True, memory_format=torch.contiguous_format)
 
 
-def _parts(x: torch.Tensor, ranges: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
+def _range_views(x: torch.Tensor, ranges: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
     """Returns views of the given element ranges of a contiguous tensor."""
     flat = x.view(-1)
     return [flat[start:stop] for start, stop in ranges]

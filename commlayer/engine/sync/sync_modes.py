@@ -23,7 +23,7 @@ from commlayer.engine.model.shard_parameters import is_sharded
 from commlayer.engine.worker.sparse_averages import sparse_weights, stepped_lazily
 from commlayer.errors import InvalidInput
 from commlayer.optim import OuterSGD
-from commlayer.optim.pieces import hooked, indivisible
+from commlayer.optim.pieces import calls_step_hooks, why_indivisible
 from commlayer.planner.buckets import most_fragments
 from commlayer.records import Plan
 
@@ -132,7 +132,7 @@ def _contradiction(requested: RequestedModes, what: str) -> None:
                                       "give another plan")
 
 
-def modes_of(plan: Plan) -> list[tuple[str, str]]:
+def used_sync_modes(plan: Plan) -> list[tuple[str, str]]:
     """Returns the modes in `MODES` that a plan uses, each with a description."""
     modes = [("forward", "sync='forward'")] if plan.overlap == "forward" else []
     if plan.local_steps > 1:
@@ -153,7 +153,7 @@ def requested_otherwise(requested: RequestedModes, mode: str) -> str:
     return f"attach() was given {requested}" if excluded else ""
 
 
-def useless_of(scaler: Any, *, clips: bool, apart: Callable[[], bool]) -> Forbids:
+def forbidden_as_useless(scaler: Any, *, clips: bool, apart: Callable[[], bool]) -> Forbids:
     """Returns a function that returns the reason why a sync mode would bring no benefit in this job; "" if it might. `apart`
     returns True if local steps have left the optimizers in different states on different ranks."""
 
@@ -169,7 +169,7 @@ def useless_of(scaler: Any, *, clips: bool, apart: Callable[[], bool]) -> Forbid
     return useless
 
 
-def forbids_of(model: Any, named: Sequence[tuple[str, nn.Parameter]], optimizer: Any) -> Forbids:
+def forbidden_by_model(model: Any, named: Sequence[tuple[str, nn.Parameter]], optimizer: Any) -> Forbids:
     """Returns a function that returns the reason why model or optimizer exclude a sync mode; "" if they allow it. The function
     checks at each call, because the optimizer can change."""
 
@@ -202,7 +202,7 @@ def _local_problems(optimizer: Any) -> Iterator[str]:
     if not hasattr(optimizer, "register_step_post_hook"):
         yield (f"optimizer: got {name}, allowed with local steps: a torch.optim.Optimizer, because exchanges follow its steps; "
                "call attach(model, optimizer, sync=...)")
-    if not hooked(optimizer):  # a wrapper that only looks like an Optimizer, such as Accelerate's
+    if not calls_step_hooks(optimizer):  # a wrapper that only looks like an Optimizer, such as Accelerate's
         yield f"local steps: optimizer {name} does not support step hooks: pass the optimizer that it wraps"
     if any(kind.__name__ == SHARDED for kind in type(optimizer).__mro__):
         yield (f"local steps are not supported with {SHARDED}: it updates each parameter on one rank, which would learn only "
@@ -229,7 +229,7 @@ def _forward_problems(model: Any, named: Sequence[tuple[str, nn.Parameter]], opt
     if optimizer is None:
         yield ("sync='forward' needs the optimizer, because it applies updates when results arrive: call attach(model, "
                "optimizer, ...)")
-    if why := indivisible(optimizer):
+    if why := why_indivisible(optimizer):
         yield f"sync='forward' applies a step in pieces, but {why}; use another optimizer, or sync='step'"
     stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
     if missing := [name for name, p in named if id(p) not in stepped]:

@@ -56,7 +56,7 @@ class AverageUse:
         self._known: set[int] = set()
         """Numbers of the tensors that some observed optimizer updates."""
         if isinstance(optimizer, torch.optim.Optimizer):
-            self._meet(optimizer)
+            self._observe_optimizer(optimizer)
         self._said = False
         self._shards: dict[int, weakref.ref[torch.Tensor]] = {}
         """Maps the number of a sharded parameter to the gradient into which its average was written."""
@@ -68,14 +68,14 @@ class AverageUse:
         """True: hooks on the parameters are registered, which is not the case during the first backward pass."""
         return bool(self._of_parameters)
 
-    def wrote(self, *, keeps: bool, known: Collection[int] = ()) -> None:
+    def note_written(self, *, keeps: bool, known: Collection[int] = ()) -> None:
         """Starts to observe the averages that a step has written into `.grad`. `keeps`: True if part of the exchange could be
         rolled back. `known`: numbers of tensors whose averages have already been applied."""
         self._open.clear()
         if keeps != self.watching:
-            self._watch() if keeps else self._look_away()
+            self._watch() if keeps else self._remove_parameter_hooks()
         if keeps:
-            final = frozenset(known).union(*map(self._held.by, self._held.stepping()))
+            final = frozenset(known).union(*map(self._held.parameter_numbers, self._held.stepping()))
             self._open = {n: p.grad._version for n, p in enumerate(self._parameters) if p.grad is not None and n not in final}
             self._shards = {n: weakref.ref(grad) for n in self._open
                             if isinstance(p := self._parameters[n], ShardParameter) and (grad := p.grad) is not None}
@@ -83,17 +83,17 @@ class AverageUse:
     def _watch(self) -> None:
         for number, p in enumerate(self._parameters):
             if p.requires_grad:
-                self._of_parameters.append(p.register_hook(uncompiled(functools.partial(self._before_adding, number))))
+                self._of_parameters.append(p.register_hook(uncompiled(functools.partial(self._before_accumulation, number))))
                 self._of_parameters.append(p.register_post_accumulate_grad_hook(uncompiled(weakly(self._added, number))))
 
-    def _look_away(self) -> None:
+    def _remove_parameter_hooks(self) -> None:
         for handle in self._of_parameters:
             handle.remove()
         self._of_parameters.clear()
 
     def settle(self) -> None:
         """Reports to the worker the averages that the script has cleared so far."""
-        for number in [n for n in self._open if self._gone(n)]:
+        for number in [n for n in self._open if self._was_cleared(n)]:
             self._report(number)
 
     def discard(self) -> None:
@@ -110,11 +110,11 @@ class AverageUse:
 
     def detach(self) -> None:
         self._end_watch()
-        self._look_away()
+        self._remove_parameter_hooks()
         self._open.clear()
 
-    def _before_adding(self, number: int, _gradient: torch.Tensor) -> None:
-        if number in self._open and self._gone(number):
+    def _before_accumulation(self, number: int, _gradient: torch.Tensor) -> None:
+        if number in self._open and self._was_cleared(number):
             self._report(number)
 
     def _added(self, number: int, _parameter: torch.Tensor) -> None:
@@ -128,16 +128,16 @@ class AverageUse:
         written, self._shards = self._shards[number](), {}
         if number in self._open and written is not self._parameters[number].grad:
             self._report(number)
-        for other in [n for n in self._open if n != number and self._gone(n)]:
+        for other in [n for n in self._open if n != number and self._was_cleared(n)]:
             self._report(other)
 
-    def _gone(self, number: int) -> bool:
+    def _was_cleared(self, number: int) -> bool:
         grad = self._parameters[number].grad
         if grad is None or grad._version == self._open[number]:
             return grad is None
         return not _any(grad)
 
-    def _look(self, numbers: Iterable[int]) -> None:
+    def _check_cleared(self, numbers: Iterable[int]) -> None:
         """Reports which averages of the given tensors were cleared. The check runs before each optimizer step, so it reads few
         values. Tensors whose `.grad` was written equally often form a group. One nonzero tensor shows that its group was not
         cleared, because clipping and unscaling write to all tensors."""
@@ -169,11 +169,12 @@ class AverageUse:
             log.warning("%s", NOBODY_STEPS)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-        if mine := self._meet(optimizer):
-            self._look(self._open.keys() & mine)  # the optimizer skips missing gradients and applies zeros without effect
+        if mine := self._observe_optimizer(optimizer):
+            # the optimizer skips missing gradients and applies zeros without effect
+            self._check_cleared(self._open.keys() & mine)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-        if mine := self._held.by(optimizer):
+        if mine := self._held.parameter_numbers(optimizer):
             stepped = self._open.keys() & mine
             for number in stepped:
                 del self._open[number]
@@ -181,9 +182,9 @@ class AverageUse:
             if not getattr(optimizer, "_step_supports_amp_scaling", False):
                 self._worker().mark_applied(stepped)
 
-    def _meet(self, optimizer: torch.optim.Optimizer) -> tuple[int, ...]:
+    def _observe_optimizer(self, optimizer: torch.optim.Optimizer) -> tuple[int, ...]:
         """Starts to observe an optimizer that is about to step. Returns the numbers of the parameters that it will update."""
-        mine = self._held.by(optimizer)
+        mine = self._held.parameter_numbers(optimizer)
         self._known.update(mine)
         if mine and optimizer not in self._met:
             self._met.add(optimizer)
@@ -197,7 +198,7 @@ def _any(grad: torch.Tensor) -> bool:
     return bool((grad._values() if grad.is_sparse else grad).any())
 
 
-def targets_of(worker: Worker, parameters: Iterable[nn.Parameter]) -> list[torch.Tensor | None]:
+def averaging_targets(worker: Worker, parameters: Iterable[nn.Parameter]) -> list[torch.Tensor | None]:
     """Returns the tensors into which to write averages: `.grad`; a new tensor if only other ranks had a gradient. The entry is
     None if no rank had a gradient."""
     pairs = zip(parameters, worker.used(), strict=False)
@@ -208,7 +209,7 @@ def hand_out(worker: Worker, parameters: Sequence[nn.Parameter]) -> bool:
     """Waits for averages that are applied one step late and writes them into `.grad`; all other gradients become None. Returns
     True if there were any such averages."""
     worker.drain()
-    grads = targets_of(worker, parameters)
+    grads = averaging_targets(worker, parameters)
     has_late = any(grad is not None for grad in grads)
     if has_late:
         for grad in grads:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from commlayer.engine.model.optimizers import closure_of
+from commlayer.engine.model.optimizers import find_closure
 from commlayer.errors import InvalidInput
 from commlayer.optim.lazy import LazyOptimizer
 
@@ -49,7 +49,7 @@ class Clipping:
         self._handle = optimizer.register_step_pre_hook(self._clip)
 
     def _clip(self, optimizer: torch.optim.Optimizer, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        if closure_of(args, kwargs) is not None:
+        if find_closure(args, kwargs) is not None:
             raise InvalidInput("E-CLIP",
                                "clip_grad_norm clips at the start of the optimizer's step, but a closure computes the "
                                "gradients of this step later: call clip_grad_norm_ inside the closure, after backward(), and "

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from commlayer.compressors.codec import ranges
-from commlayer.compressors.feedback import ranges_of
+from commlayer.compressors.feedback import flagged_ranges
 from commlayer.compressors.residual_slices import ResidualSlice, split_by_tensor
 from commlayer.engine.buckets.bucket import WorkerBucket
 from commlayer.engine.buckets.current_step import Step
@@ -203,7 +203,7 @@ class HeldResult:
         self._slices |= slices
 
     def _ranges(self, slices: int) -> list[tuple[int, int]]:
-        return [*ranges(ranges_of(self.bucket.slices, slices), self.bucket.numel)]
+        return [*ranges(flagged_ranges(self.bucket.slices, slices), self.bucket.numel)]
 
     @property
     def used(self) -> int:

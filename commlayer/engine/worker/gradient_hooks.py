@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from commlayer.callbacks import ignore
-from commlayer.engine.hooks.aliases import ours
+from commlayer.engine.hooks.aliases import is_own_hook
 from commlayer.engine.hooks.callbacks import in_compiled_autograd, uncompiled, weakly
 from commlayer.engine.worker.worker import Worker
 from commlayer.errors import InvalidState
@@ -105,7 +105,7 @@ class Hooks:
         """Returns True if commlayer registered all hooks that run after this class's hook. `key`: the key of this class's hook.
         Hooks of a script can still change the gradient."""
         self._overtaken.append((hooks, key))
-        return key not in hooks or all(map(ours, [*hooks.values()][[*hooks].index(key):]))
+        return key not in hooks or all(map(is_own_hook, [*hooks.values()][[*hooks].index(key):]))
 
     def _enter(self, graph: int) -> None:
         """Starts a backward pass at its first hook call, and registers the callback for its end. Raises the worker's error, if

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from commlayer.compressors.residual_slices import Effect, Residuals, ResidualSlice
 from commlayer.engine.buckets.entries_sent import inherit
-from commlayer.engine.buckets.shared_buffers import pass_on
+from commlayer.engine.buckets.shared_buffers import copy_known_values
 
 if TYPE_CHECKING:
     from commlayer.engine.worker.worker import Worker
@@ -26,14 +26,15 @@ def hand_over(
 ) -> None:
     """Makes worker `after` continue where `before` stopped, with the residuals of `before`.
 
-    `effect`: see OptimizerMemory.effect. `rate`: the learning rate. `world`: present number of workers; 0: that with which the
+    `gradient_effect`: see OptimizerMemory.effect. `rate`: the learning rate. `world`: present number of workers; 0: that with
+    which the
     job began. `pending`: gradients that are pending under local steps.
     """
     after.now.number, after.now.joined = before.step, before.now.joined
     after.units.take(before.units)
     if before.plan.steps_locally != after.plan.steps_locally:
         after.units.rate = rate
-    pass_on(before.shared_buffers, after.shared_buffers)
+    copy_known_values(before.shared_buffers, after.shared_buffers)
     before.release_memory()
     inherit_residuals(after, _unsent(before, world or before.units.members, pending), effect)
     inherit(before.buckets, after.buckets)
@@ -44,7 +45,7 @@ def hand_over(
 def _unsent(worker: Worker, world: int, pending: Sequence[ResidualSlice]) -> Residuals:
     unsent = [(bucket, part) for bucket in worker.buckets for part in bucket.ledger.residuals()]
     unsent += worker.late.residuals(world, worker.units.members)
-    parts = [part.times(1.0 / worker.units.rate_of(bucket)) for bucket, part in unsent]
+    parts = [part.times(1.0 / worker.units.encoding_rate(bucket)) for bucket, part in unsent]
     return Residuals(pending, parts) if worker.plan.steps_locally else Residuals(parts)
 
 
@@ -57,4 +58,4 @@ def inherit_residuals(worker: Worker, residuals: Residuals, effect: Effect) -> N
                  len(planned.dropped))
     worker.pending_residuals = planned.pending
     for bucket in worker.buckets:
-        bucket.ledger.inherit(planned.sent, worker.units.rate_of(bucket))
+        bucket.ledger.inherit(planned.sent, worker.units.encoding_rate(bucket))

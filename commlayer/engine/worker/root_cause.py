@@ -8,7 +8,7 @@ from typing import NamedTuple
 from commlayer.cluster.membership.client import root_cause
 from commlayer.cluster.processes.bounded_calls import ANY_PEER
 from commlayer.cluster.servers.worker_client import WorkerClient
-from commlayer.engine.components import Component, Order
+from commlayer.engine.components import Component, ComponentOrder
 from commlayer.errors import CommError, PeerLost
 from commlayer.transport.protocol import peer_name
 
@@ -30,7 +30,7 @@ class WaitsFor(NamedTuple):
 class RootCause(Component):
     """Stores which peer the coordinator first reported as lost, or that the coordinator itself does not respond."""
 
-    order = Order.JOB
+    order = ComponentOrder.JOB
 
     def __init__(self, uplink: WorkerClient, waits: WaitsFor) -> None:
         self._uplink, self._waits = uplink, waits
@@ -52,11 +52,11 @@ class RootCause(Component):
         worker. After an error of a server it waits up to `notice_s` seconds.
         """
         if isinstance(error, CommError):
-            error = self._explained(error)
+            error = self._with_root_cause(error)
             error.call(", ".join(map(self._uplink.display_name, error.peer.split(", "))))
         return error
 
-    def _explained(self, error: CommError) -> CommError:
+    def _with_root_cause(self, error: CommError) -> CommError:
         uplink = self._uplink
         if error.peer == ANY_PEER:
             self._reported.wait(self._waits.verdict_s)

@@ -20,7 +20,7 @@ MARGIN_S = 5.0
 """Seconds after the deadline of an exchange in which a rank that has missed it reports that to its site."""
 
 
-class Outcome(NamedTuple):
+class SiteOutcome(NamedTuple):
     """The outcome of an exchange, on one rank or in its site. A site has the largest value of its ranks."""
 
     failed: float = 0.0
@@ -36,7 +36,7 @@ class Outcome(NamedTuple):
     """The weight of this rank's gradients, and the same number times -1."""
 
 
-class Site:
+class LocalSite:
     """The ranks of this rank's site. The ranks of a site agree on outcomes only if the model is sharded over them."""
 
     def __init__(self, shards: Shards = Shards(), channel: Channel | None = None, first: int = 0) -> None:
@@ -45,9 +45,9 @@ class Site:
         self.shards, self._channel, self._first = shards, channel, first
 
     @staticmethod
-    def of(shards: Shards, groups: Groups, own: int) -> Site:
+    def of(shards: Shards, groups: Groups, own: int) -> LocalSite:
         """Returns the site of worker number `own`. All ranks call it together."""
-        return Site(shards, groups.site_channel() if shards else None, own - groups.local)
+        return LocalSite(shards, groups.site_channel() if shards else None, own - groups.local)
 
     def largest(
         self, values: Sequence[float], deadline: float, failed: Callable[[], BaseException | None] = lambda: None,
@@ -93,14 +93,14 @@ class Site:
                 yield ResidualSlice(tensor, 0, x[start:end].numpy())
 
     def agree(
-        self, own: Outcome, asked: Sequence[int], used: Collection[int], deadline: float,
+        self, own: SiteOutcome, asked: Sequence[int], used: Collection[int], deadline: float,
         failed: Callable[[], BaseException | None],
-    ) -> tuple[Outcome, set[int]]:
+    ) -> tuple[SiteOutcome, set[int]]:
         """Returns the outcome in the whole site, and which of the tensors `asked` some worker has used. `used`: those in this
         rank's results. Raises an error if the exchange has failed on some rank."""
         numbers = [own.failed and 1 + self.shards.local, *own[1:], *(tensor in used for tensor in asked)]
         shared = self.largest(numbers, deadline + MARGIN_S, failed)
-        outcome = Outcome(*shared[: len(own)])
+        outcome = SiteOutcome(*shared[: len(own)])
         if outcome.failed:
             raise CommError("has failed to exchange its shards: see the error on that rank",
                             peer=peer_name(self._first + int(outcome.failed) - 1), code="E-OTHER-RANK")

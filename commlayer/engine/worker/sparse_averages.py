@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from commlayer.compressors import kernels
-from commlayer.compressors.plan_codecs import reader_of
+from commlayer.compressors.plan_codecs import sparse_result_codec
 from commlayer.engine.buckets.bucket import EncodedBucket
 from commlayer.engine.worker.worker import Worker
 from commlayer.optim.lazy import LazyOptimizer
@@ -75,7 +75,7 @@ class SparseGradients:
             return
         for bucket in worker.buckets:
             # Of a higher ratio, results would be made dense anyway, at a higher cost than decoding.
-            if isinstance(bucket, EncodedBucket) and getattr(reader_of(bucket.codec), "ratio", 0.0) <= 1 / MOST:
+            if isinstance(bucket, EncodedBucket) and getattr(sparse_result_codec(bucket.codec), "ratio", 0.0) <= 1 / MOST:
                 numbers = {s.tensor for s in bucket.slices}
                 if numbers & self._lazily.keys() and all(n in self._lazily or tensors[n].numel < LEAST for n in numbers):
                     bucket.keep_entries()

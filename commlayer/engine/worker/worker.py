@@ -23,7 +23,7 @@ from commlayer.callbacks import ignore
 from commlayer.cluster.processes.collectives import Groups
 from commlayer.compressors.codec import Codec
 from commlayer.compressors.residual_slices import ResidualSlice
-from commlayer.engine.buckets.bucket import EncodedBucket, WorkerBucket, bucket_of
+from commlayer.engine.buckets.bucket import EncodedBucket, WorkerBucket, make_bucket
 from commlayer.engine.buckets.bucket_layout import contiguous, release
 from commlayer.engine.buckets.current_step import Counters, Step, aborted_by
 from commlayer.engine.buckets.entries_sent import allot_entries
@@ -36,12 +36,12 @@ from commlayer.engine.paths.table import make_paths
 from commlayer.engine.worker.bucket_assembler import BucketAssembler
 from commlayer.engine.worker.exchange import Exchange, LateExchange
 from commlayer.engine.worker.finished_peers import FinishedPeers
-from commlayer.engine.worker.site import Outcome, Site
+from commlayer.engine.worker.site import LocalSite, SiteOutcome
 from commlayer.engine.worker.stopwatch import Stopwatch
-from commlayer.errors import CommError, InvalidInput, StepAbandoned, cause_of
+from commlayer.errors import CommError, InvalidInput, StepAbandoned, exit_reason
 from commlayer.observe.events import WaitKind
 from commlayer.observe.step_trace import Recorder
-from commlayer.planner.buckets import fragments_of
+from commlayer.planner.buckets import divide_into_fragments
 from commlayer.records import Job, Plan
 from commlayer.transport.reconnect import ReconnectingTransport
 
@@ -62,7 +62,7 @@ class Worker:
         self, job: Job, plan: Plan, codecs: Mapping[int, Codec], device: torch.device,
         *, rank: int = 0, members: int = 0, generation: int = 1, transport: ReconnectingTransport | None = None,
         groups: Groups | None = None, recycle: Callable[[memoryview], None] = ignore,
-        components: Components | None = None, site: Site | None = None,
+        components: Components | None = None, site: LocalSite | None = None,
     ) -> None:
         """Allocates the buckets and starts the lanes.
 
@@ -74,8 +74,8 @@ class Worker:
         self._components = Components() if components is None else components
         self.units = Units(members or (groups.world if groups is not None else 1))
         self.now = Step(rank, generation, self.units, eager=plan.overlap == "forward")
-        self._site = site or Site()
-        self._outcome = Outcome()
+        self._site = site or LocalSite()
+        self._outcome = SiteOutcome()
         """The outcome of the last exchange in the site of a sharded model."""
         self._partly_empty, self._used_in_site = self._site.shards.partly_empty(job), set[int]()
         """Two sets of tensors: those of which some ranks of a site have no elements, and which of them some worker has used in
@@ -83,9 +83,9 @@ class Worker:
         shards, on_device, last = self._site.shards, device_buckets(plan, codecs, device), len(plan.buckets) - 1
         node, local = (range(1), 0) if groups is None else (range(len(groups.site)), groups.local)
         of_place = {
-            i: bucket_of(b, job, codecs[b.id], device, last - i, owned=b.owner_in(node) == local, rank=rank,
-                         on_device=b.id in on_device)
-            for i, bucket in enumerate(plan.buckets) if (b := shards.held(bucket, job)) is not None
+            i: make_bucket(b, job, codecs[b.id], device, last - i, owned=b.owner_in(node) == local, rank=rank,
+                           on_device=b.id in on_device)
+            for i, bucket in enumerate(plan.buckets) if (b := shards.own_bucket(bucket, job)) is not None
         }
         self.buckets = [*of_place.values()]
         for own in self.buckets:
@@ -97,7 +97,7 @@ class Worker:
                 own.keep_encoded(recycle)
         allot_entries(self.buckets)
         self.fragments = [[of_place[place] for place in places if place in of_place and not of_place[place].late]
-                          for places in fragments_of(plan.buckets, plan.fragments)]
+                          for places in divide_into_fragments(plan.buckets, plan.fragments)]
         """Lists of buckets that are exchanged together: a single list, except for local steps in fragments. The buckets of
         `late` are not in it."""
         late = [bucket for bucket in self.buckets if bucket.late]
@@ -245,8 +245,8 @@ class Worker:
             has_weight = self._exchanges[fragment].has_weight and not aborted
             used = {s.tensor for bucket in buckets for i, s in enumerate(bucket.slices) if bucket.exchange.used >> i & 1}
             self._outcome, self._used_in_site = self._site.agree(
-                Outcome(now.error is not None, aborted, not all(b.exchange.finite or b.buffer for b in buckets), has_weight,
-                        self.units.weight, -self.units.weight), self._partly_empty, used, deadline, now.failed)
+                SiteOutcome(now.error is not None, aborted, not all(b.exchange.finite or b.buffer for b in buckets), has_weight,
+                            self.units.weight, -self.units.weight), self._partly_empty, used, deadline, now.failed)
 
     def sum_in_site(self, value: float, deadline_s: float) -> float:
         """Returns the sum of a number over the ranks of the site, if the model is sharded over them: they call it together."""
@@ -268,7 +268,7 @@ class Worker:
         except Exception as error:
             self.latch(error)
         except BaseException as error:  # Ctrl-C, for example: raised once, since the script may catch it and go on
-            cause = cause_of(error)
+            cause = exit_reason(error)
             self.latch(CommError(f"{cause} has ended the wait for the step's results, so this rank has left the job: attach "
                                  "again on all ranks, or resume from a checkpoint", code="E-SESSION-CLOSED", step=self.step))
             self._components.interrupted(cause)
@@ -310,7 +310,7 @@ class Worker:
         begin = time.perf_counter()
         bucket.commit(self._factor(bucket, exchange.weight), targets)
         if isinstance(bucket.compact, EncodedResult):
-            self.counters.coded(decode_s=time.perf_counter() - begin)  # decodes encoded results
+            self.counters.count_codec_times(decode_s=time.perf_counter() - begin)  # decodes encoded results
         return exchange.finite
 
     def has_weight(self, fragment: int) -> bool:

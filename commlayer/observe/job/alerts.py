@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 
 from commlayer.errors import InvalidInput, short_line
 from commlayer.observe.events import COORDINATOR, Event, LogEvent, MemberEvent, WaitEvent
-from commlayer.observe.job.job_view import JobView, pause_of
+from commlayer.observe.job.job_view import JobView, pause_reason
 
 log = logging.getLogger("commlayer")
 
@@ -59,7 +59,7 @@ class Receiver(NamedTuple):
     send: Send
 
 
-def receiver_of(text: str) -> Receiver:
+def parse_receiver(text: str) -> Receiver:
     """Reads a value of --alert. Raises InvalidInput."""
     kind = text.partition(":")[0]
     if kind in ("ntfy", "http", "https") and "://" in text:
@@ -118,7 +118,7 @@ def causes(view: JobView, event: Event) -> Iterator[tuple[str, str]]:
     """Yields the causes for alerts in an event that `view` has just applied, each with the name of its home."""
     match event:
         case MemberEvent(state="dead" | "left") if event.member.startswith("worker"):
-            if not view.over and (event.reason or event.state == "dead") and not pause_of(event.reason):
+            if not view.over and (event.reason or event.state == "dead") and not pause_reason(event.reason):
                 yield "missing", event.member
             if view.over:
                 yield ("failed" if view.failed else "done"), ""

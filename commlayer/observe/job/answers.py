@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from commlayer.errors import short_line
-from commlayer.observe.job.job_view import JobView, pause_of
+from commlayer.observe.job.job_view import JobView, pause_reason
 
 UNKNOWN = "unknown"
 HELPS = 1.05
@@ -16,7 +16,7 @@ WHY_CHARS = 60
 """Maximum length of why a home is missing."""
 
 
-class Answer(NamedTuple):
+class StatusAnswer(NamedTuple):
     name: str
     text: str
     more: str = ""
@@ -24,65 +24,66 @@ class Answer(NamedTuple):
     at: float = 0.0
 
 
-def answers(view: JobView, now: float) -> list[Answer]:
+def answers(view: JobView, now: float) -> list[StatusAnswer]:
     """The answers to the six questions at the time `now`, in the clock of the events. A question that cannot be answered has
     the answer `unknown`."""
     return [_faster(view), _done(view, now), _sent(view), _energy(view), _missing(view, now), _help(view)]
 
 
-def _faster(view: JobView) -> Answer:
+def _faster(view: JobView) -> StatusAnswer:
     times = view.alone.over_alone
     if not times:
-        return Answer("speed against one machine alone", UNKNOWN, "measured after the first plan search")
-    return Answer("speed against one machine alone", f"{times:.3g} x",
-                  "to a loss, measured" if times >= 1 else "measured: one machine alone is faster")
+        return StatusAnswer("speed against one machine alone", UNKNOWN, "measured after the first plan search")
+    return StatusAnswer("speed against one machine alone", f"{times:.3g} x",
+                        "to a loss, measured" if times >= 1 else "measured: one machine alone is faster")
 
 
-def _done(view: JobView, now: float) -> Answer:
+def _done(view: JobView, now: float) -> StatusAnswer:
     if view.over:
-        return Answer("time left", "failed" if view.failed else "finished", "at {at}", view.time)
+        return StatusAnswer("time left", "failed" if view.failed else "finished", "at {at}", view.time)
     if not view.total_steps:
-        return Answer("time left", UNKNOWN, "attach(steps=N) tells it")
+        return StatusAnswer("time left", UNKNOWN, "attach(steps=N) tells it")
     if not view.left_s:
-        return Answer("time left", UNKNOWN if view.step < view.total_steps else span(0))
-    return Answer("time left", span(view.left_s), "done at {at}", now + view.left_s)
+        return StatusAnswer("time left", UNKNOWN if view.step < view.total_steps else span(0))
+    return StatusAnswer("time left", span(view.left_s), "done at {at}", now + view.left_s)
 
 
-def _sent(view: JobView) -> Answer:
+def _sent(view: JobView) -> StatusAnswer:
     costs = view.costs
     if not costs.month:
-        return Answer("sent this month", UNKNOWN, "commlayer serve counts it")
-    return Answer("sent this month", amount(costs.sent_bytes), f"{costs.busiest} both ways: {amount(costs.busiest_bytes)}")
+        return StatusAnswer("sent this month", UNKNOWN, "commlayer serve counts it")
+    return StatusAnswer("sent this month", amount(costs.sent_bytes),
+                        f"{costs.busiest} both ways: {amount(costs.busiest_bytes)}")
 
 
-def _energy(view: JobView) -> Answer:
+def _energy(view: JobView) -> StatusAnswer:
     kwh, price = view.costs.kwh, view.costs.kwh_price
     if not kwh:
-        return Answer("energy of this run", UNKNOWN, "serve --watts W tells it")
-    return Answer("energy of this run", f"{short(kwh)} kWh",
-                  f"costs {short(kwh * price)} at {price:g} per kWh" if price else "serve --kwh-price P prices it")
+        return StatusAnswer("energy of this run", UNKNOWN, "serve --watts W tells it")
+    return StatusAnswer("energy of this run", f"{short(kwh)} kWh",
+                        f"costs {short(kwh * price)} at {price:g} per kWh" if price else "serve --kwh-price P prices it")
 
 
-def _missing(view: JobView, now: float) -> Answer:
+def _missing(view: JobView, now: float) -> StatusAnswer:
     missing = view.missing(now)
     if not view.rows:
-        return Answer("missing", UNKNOWN, "no home has joined")
+        return StatusAnswer("missing", UNKNOWN, "no home has joined")
     if not missing:
-        return Answer("missing", "none")
+        return StatusAnswer("missing", "none")
     first = min(missing, key=lambda each: each.since)
-    why = pause_of(first.why) or first.why.partition(": ")[0]
-    return Answer("missing", ", ".join(each.name for each in missing),
-                  "since {at}" + (f": {short_line(why, WHY_CHARS)}" if why else ""), first.since)
+    why = pause_reason(first.why) or first.why.partition(": ")[0]
+    return StatusAnswer("missing", ", ".join(each.name for each in missing),
+                        "since {at}" + (f": {short_line(why, WHY_CHARS)}" if why else ""), first.since)
 
 
-def _help(view: JobView) -> Answer:
+def _help(view: JobView) -> StatusAnswer:
     best = max(_changes(view), default=None)
     if best is None:
-        return Answer("would help most", UNKNOWN, "predicted from measured times and links")
+        return StatusAnswer("would help most", UNKNOWN, "predicted from measured times and links")
     times, what = best
     if times < HELPS:
-        return Answer("would help most", "nothing", "of another home, faster uplinks, more local steps")
-    return Answer("would help most", what, f"predicted: {times:.3g} x as fast")
+        return StatusAnswer("would help most", "nothing", "of another home, faster uplinks, more local steps")
+    return StatusAnswer("would help most", what, f"predicted: {times:.3g} x as fast")
 
 
 def _changes(view: JobView) -> Iterator[tuple[float, str]]:

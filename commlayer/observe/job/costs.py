@@ -22,7 +22,7 @@ JOULES = 3.6e6
 """Joules of a kWh."""
 
 
-class Machine(msgspec.Struct):
+class MachineCosts(msgspec.Struct):
     """Counts of one machine. `counted`: time of each rank's newest event: after a restart of the server, workers send events
     again."""
 
@@ -34,12 +34,12 @@ class Machine(msgspec.Struct):
     counted: dict[str, float] = msgspec.field(default_factory=dict)
 
 
-class Ledger(msgspec.Struct):
+class CostLedger(msgspec.Struct):
     """The file. `month`: of the bytes; `run`: of the energy."""
 
     month: str = ""
     run: str = ""
-    machines: dict[str, Machine] = msgspec.field(default_factory=dict)
+    machines: dict[str, MachineCosts] = msgspec.field(default_factory=dict)
 
 
 class Costs:
@@ -49,10 +49,10 @@ class Costs:
     def __init__(self, file: Path | None = None, *, watts: float = 0.0, kwh_price: float = 0.0) -> None:
         """`watts`: power of one machine, given by the user; 0: `nvidia-smi` on the machine reports it."""
         self._file, self._watts, self._price, self._power = file, watts, kwh_price, dict[str, float]()
-        self._ledger = Ledger()
+        self._ledger = CostLedger()
         if file is not None:
             with contextlib.suppress(OSError, msgspec.MsgspecError):
-                self._ledger = msgspec.json.decode(file.read_bytes(), type=complete(Ledger))
+                self._ledger = msgspec.json.decode(file.read_bytes(), type=complete(CostLedger))
 
     def apply(self, view: JobView, event: Event) -> None:
         """Counts an event that `view` has applied."""
@@ -64,7 +64,7 @@ class Costs:
             self._power[name] = event.watts
         elif isinstance(event, StepEvent):
             self._turn(time.strftime("%Y-%m", time.localtime(event.time)), view.job.run)
-            machine, rank = self._ledger.machines.setdefault(name, Machine()), str(event.rank)
+            machine, rank = self._ledger.machines.setdefault(name, MachineCosts()), str(event.rank)
             if event.time <= machine.counted.get(rank, 0.0):
                 return
             machine.counted[rank] = event.time
@@ -74,7 +74,7 @@ class Costs:
             if event.rank == min(ranks, default=event.rank):  # the power is that of the whole machine
                 self._add_energy(machine, event.steps * event.step_s, self._watts or self._power.get(name, 0.0))
 
-    def _add_energy(self, machine: Machine, seconds: float, watts: float) -> None:
+    def _add_energy(self, machine: MachineCosts, seconds: float, watts: float) -> None:
         machine.pending_s += seconds
         if watts:
             machine.joules, machine.pending_s = machine.joules + machine.pending_s * watts, 0.0

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import msgspec
 from msgspec import structs
 
-from commlayer.errors import listed
+from commlayer.errors import join_names
 from commlayer.observe.events import (
     COORDINATOR,
     AloneEvent,
@@ -44,17 +44,17 @@ QUIET_S = 10.0
 """Seconds without events after which a worker counts as silent, if no coordinator reports on it."""
 
 
-def pause_of(reason: str) -> str:
+def pause_reason(reason: str) -> str:
     """Returns the part of a reason that describes a pause of a home (cli/pauses.py); "" if the home left for another reason.
 
-    >>> pause_of("pauses until 22:00"), pause_of("its home has left: pauses until 22:00"), pause_of("no memory")
+    >>> pause_reason("pauses until 22:00"), pause_reason("its home has left: pauses until 22:00"), pause_reason("no memory")
     ('pauses until 22:00', 'pauses until 22:00', '')
     """
     found = re.search(r"(?:^|: )(pauses .*)", reason)
     return found[1] if found else ""
 
 
-class Totals(msgspec.Struct):
+class WorkerTotals(msgspec.Struct):
     """Sums over all steps of one worker. Seconds of the first step are not known."""
 
     steps: int = 0
@@ -69,8 +69,8 @@ class Totals(msgspec.Struct):
     dense_bytes: int = 0
     samples: float = 0.0
 
-    def __add__(self, other: Totals) -> Totals:
-        return Totals(*(a + b for a, b in zip(structs.astuple(self), structs.astuple(other), strict=True)))
+    def __add__(self, other: WorkerTotals) -> WorkerTotals:
+        return WorkerTotals(*(a + b for a, b in zip(structs.astuple(self), structs.astuple(other), strict=True)))
 
     def add(self, step: StepEvent) -> None:
         self.steps += step.steps
@@ -101,7 +101,7 @@ class WorkerView(msgspec.Struct):
     step: StepEvent = StepEvent(steps=0)
     """The worker's last event about steps, with `steps` 0 before the first event."""
     link: LinkEvent = LinkEvent()
-    totals: Totals = msgspec.field(default_factory=Totals)
+    totals: WorkerTotals = msgspec.field(default_factory=WorkerTotals)
     successor: int | None = None
     """Number of the worker that joined later on the same machine, after this worker had left."""
     returns: int = 0
@@ -309,13 +309,13 @@ class JobView:
             step.exposed_s, step.hidden_s, worker.up_bytes_per_s, link.planned_up_bytes_per_s, worker.down_bytes_per_s,
             link.planned_down_bytes_per_s, step.share, step.loss)
 
-    def totals(self, worker: WorkerView) -> Totals:
+    def totals(self, worker: WorkerView) -> WorkerTotals:
         """Returns the sums of a row: of this worker, and of the workers that left before it joined in their place."""
         before = next((old for old in self.workers.values() if old.successor == worker.number), None)
         return worker.totals + self.totals(before) if before else worker.totals
 
     @property
-    def _counted(self) -> list[WorkerView]:
+    def _counting_workers(self) -> list[WorkerView]:
         """The workers that count for the job's numbers: the present workers, and all workers once the job is over."""
         return self.present or self.rows
 
@@ -353,7 +353,7 @@ class JobView:
     @property
     def total_steps(self) -> int:
         """Number of steps that the script will take; 0: unknown."""
-        return max((worker.step.total for worker in self._counted), default=0)
+        return max((worker.step.total for worker in self._counting_workers), default=0)
 
     @property
     def left_s(self) -> float:
@@ -376,18 +376,18 @@ class JobView:
     @property
     def step_s(self) -> float:
         """Median step time of the workers; 0: unknown."""
-        times_s = [worker.step.step_s for worker in self._counted if worker.step.step_s]
+        times_s = [worker.step.step_s for worker in self._counting_workers if worker.step.step_s]
         return median(times_s) if times_s else 0.0
 
     @property
     def loss(self) -> float | None:
         """Mean of the workers' last losses. The value is None if no worker has reported a loss."""
-        losses = [worker.step.loss for worker in self._counted if worker.step.loss is not None]
+        losses = [worker.step.loss for worker in self._counting_workers if worker.step.loss is not None]
         return fmean(losses) if losses else None
 
     @property
     def samples_per_s(self) -> float:
-        return sum(worker.samples_per_s for worker in self._counted)
+        return sum(worker.samples_per_s for worker in self._counting_workers)
 
     def current_waits(self, now: float) -> list[WaitEvent]:
         """The waits that still last, with `waited_s` at the time `now`. Returns one event for each set of members that are
@@ -462,7 +462,8 @@ class JobView:
         match event:
             case WaitEvent():
                 # A process that has not joined has no name; its number might be that of a worker of an earlier run.
-                names = listed(event.names if event.what == "join" else [*map(self.display, event.names)], 4) or "other ranks"
+                names = join_names(event.names if event.what == "join" else [*map(self.display, event.names)],
+                                   4) or "other ranks"
                 if event.over:
                     return f"no longer waiting for {names}"
                 what = {"join": " to join", "heartbeat": ", which sends no heartbeats"}.get(event.what, "")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from commlayer.errors import listed
+from commlayer.errors import join_names
 from commlayer.observe.events import AloneEvent, Event, JobEvent, LogEvent, MemberEvent, PlanEvent, WaitEvent
 from commlayer.observe.job.answers import span
 from commlayer.observe.job.job_view import JobView
@@ -42,9 +42,10 @@ class Story:
         view = self.view
         match event:
             case MemberEvent():
-                return self._of_member(event)
+                return self._member_sentence(event)
             case WaitEvent():
-                names = listed(event.names if event.what == "join" else [*map(view.display, event.names)], 4) or "other ranks"
+                names = join_names(event.names if event.what == "join" else [*map(view.display, event.names)],
+                                   4) or "other ranks"
                 if event.over:
                     return f"The wait for {names} is over."
                 why = {"join": " to join", "heartbeat": ", which sends no heartbeats"}.get(event.what, "")
@@ -56,7 +57,7 @@ class Story:
         text = view.words(event).rstrip(".")
         return f"{text}." if event.rank > 0 else f"{text[:1].upper()}{text[1:]}."  # a home's name is as it is
 
-    def _of_member(self, event: MemberEvent) -> str:
+    def _member_sentence(self, event: MemberEvent) -> str:
         view, name = self.view, self.view.display(event.member)
         kind, _, number = event.member.partition(" ")
         worker = view.workers.get(int(number)) if kind == "worker" and number.isdecimal() else None

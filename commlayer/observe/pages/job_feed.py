@@ -14,7 +14,7 @@ import msgspec
 from commlayer.observe.event_log import EventLog
 from commlayer.observe.events import decode
 from commlayer.observe.pages.metrics import CONTENT_TYPE, exposition
-from commlayer.observe.pages.page import Update, document, state_of
+from commlayer.observe.pages.page import Update, document, page_state
 from commlayer.observe.pages.run_record import Point, RunRecord
 from commlayer.observe.pages.web import Page, Pages
 
@@ -83,7 +83,7 @@ class JobFeed:
         """An update as a server-sent event, with the notable events and the points from these numbers on."""
         record = self._record
         latest = list(islice(reversed(record.events), record.notable - notable))[::-1]
-        state = state_of(record.view, self._now)
+        state = page_state(record.view, self._now)
         state["waits"] = [*([self.note] if self.note else []), *state["waits"]]
         state["paused"] = self._paused() if self._paused else None
         update = msgspec.json.encode(Update([state], record.curves.points[point:], latest, whole))

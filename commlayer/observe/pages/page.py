@@ -26,7 +26,7 @@ MOST_FRAMES = 120
 
 
 PageState = dict[str, Any]
-"""A job at one moment, by the names that page.html reads: see state_of."""
+"""A job at one moment, by the names that page.html reads: see page_state."""
 
 
 class Update(msgspec.Struct):
@@ -39,7 +39,7 @@ class Update(msgspec.Struct):
     whole: bool = True
 
 
-def state_of(view: JobView, now: float) -> PageState:
+def page_state(view: JobView, now: float) -> PageState:
     """The job at the time `now`, in the clock of the events. Numbers are rounded, except times."""
     plan, saved = view.plan, view.checkpoint
     times = {"time": now, "begun": view.begun, "checkpoint_time": saved.time}  # of the last checkpoint, 0: none
@@ -71,7 +71,7 @@ def report(events: Sequence[Event]) -> bytes:
     due = begin + every_s
     for event in events:
         while due < min(event.time, end):
-            states.append(state_of(record.view, due))
+            states.append(page_state(record.view, due))
             due += every_s
         record.apply(clean(event))
     states.append(_last_state(record.view, end))
@@ -80,7 +80,7 @@ def report(events: Sequence[Event]) -> bytes:
 
 def _last_state(view: JobView, end: float) -> PageState:
     """The state at the end of the events. Workers whose end is missing were killed, or still train."""
-    state = state_of(view, end)
+    state = page_state(view, end)
     if view.over or not view.workers:
         return state
     names = ", ".join(view.display(f"worker {worker.number}") for worker in view.present)

@@ -24,7 +24,7 @@ steps agree. For larger models, both laws price the delay in proportion to F^-1.
 """
 
 from commlayer.planner.convergence.curves import DENSE as DENSE
-from commlayer.planner.convergence.curves import group_of as group_of
+from commlayer.planner.convergence.curves import codec_class as codec_class
 from commlayer.planner.convergence.curves import kind_and_point as kind_and_point
 from commlayer.planner.convergence.laws import LOCAL_STEPS as LOCAL_STEPS
 from commlayer.planner.convergence.laws import LOCAL_STEPS_HIGH as LOCAL_STEPS_HIGH

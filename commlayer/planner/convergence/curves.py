@@ -56,12 +56,12 @@ def _kind(core: CodecSpec) -> tuple[str, float]:
     return " ".join([family, *extra]), core.ratio or 1.0
 
 
-def group_of(kind: str) -> str:
+def codec_class(kind: str) -> str:
     family = kind.partition(" ")[0]
     return "sparse" if family in SPARSE else "low rank" if family == "powersgd" else "bits"
 
 
-class Curves:
+class ConvergenceCurves:
     """Convergence costs (>= 0) of one field of `Excess`, by codec and by exchange mode."""
 
     def __init__(self, measured: Mapping[tuple[ExchangeMode, str, Point], float]) -> None:
@@ -97,7 +97,7 @@ class Curves:
         kinds, blocking = self._points[mode], self._blocking(mode)
         points, blocking_kinds = dict(kinds[kind]), {} if blocking is None else self._points[blocking]
         ys = sorted({y for of_kind in (*kinds.values(), *blocking_kinds.values()) for _, y in of_kind})
-        if group_of(kind) != "bits":  # ratio 1 equals dense
+        if codec_class(kind) != "bits":  # ratio 1 equals dense
             points |= {(0.0, y): self.at(mode, DENSE, (0.0, y)) for y in ys if DENSE in kinds}
         others = [*self._relatives(kind, {k: v for k, v in kinds.items() if k != DENSE}), kinds.get(DENSE, {})]
 
@@ -111,7 +111,7 @@ class Curves:
         return self._grids[mode, kind]
 
     def _relatives(self, kind: str, here: Mapping[str, Points]) -> list[Points]:
-        group = [points for other, points in here.items() if group_of(other) == group_of(kind)]
+        group = [points for other, points in here.items() if codec_class(other) == codec_class(kind)]
         return group or list(here.values())
 
     def _unmeasured(self, mode: ExchangeMode, kind: str, point: Point) -> float:
@@ -140,7 +140,7 @@ class Curves:
         family = kind.partition(" ")[0]
         coarser = [k for k in LADDER[LADDER.index(kind) + 1 :] if k in kinds] if kind in LADDER else []
         return (coarser[:1] or [k for k in kinds if k.partition(" ")[0] == family]
-                or [k for k in kinds if group_of(k) == group_of(kind)] or kinds)
+                or [k for k in kinds if codec_class(k) == codec_class(kind)] or kinds)
 
 
 class _Grid:

@@ -9,7 +9,7 @@ from commlayer.codec_spec import SPARSE, parse_spec, spec_error
 from commlayer.planner.convergence.curves import (
     DENSE_CODEC,
     FREE_KINDS,
-    Curves,
+    ConvergenceCurves,
     ExchangeMode,
     Point,
     kind_and_point,
@@ -159,7 +159,7 @@ class _Costs:
         self._rows = rows
         self._numel = max((row.numel for row in rows), default=0)
         """Number of parameters up to which the rows apply unchanged; 0: the rows were measured on the user's own model."""
-        self._curves: dict[tuple[str, int], tuple[Curves, ...]] = {}
+        self._curves: dict[tuple[str, int], tuple[ConvergenceCurves, ...]] = {}
         self._found: dict[tuple[str, Recipe], Excess] = {}
 
     def look(self, codec: str, recipe: Recipe) -> Excess:
@@ -177,7 +177,7 @@ class _Costs:
         part = kind_and_point(codec, recipe.every)
         mode = ExchangeMode(recipe.codes, recipe.overlap, recipe.late).plain(recipe.every)
         families = _families(self._rows, recipe.optimizer)
-        each = [[curves.at(mode, *part) for curves in self._of(name, recipe.workers)] for name in families]
+        each = [[curves.at(mode, *part) for curves in self._curves_for(name, recipe.workers)] for name in families]
         steps, high, loss, loss_high = (max(of_field) for of_field in zip(*each, strict=True))
         return Excess(steps, max(steps, high), loss, max(loss, loss_high))
 
@@ -214,12 +214,13 @@ class _Costs:
         return Excess(*(late - max(0.0, late - soon) * (1 - 1 / recipe.fragments)
                         for late, soon in zip(overlapped_excess, blocking_excess, strict=True)))
 
-    def _of(self, optimizer: str, workers: int) -> tuple[Curves, ...]:
+    def _curves_for(self, optimizer: str, workers: int) -> tuple[ConvergenceCurves, ...]:
         key = optimizer, workers
         if key not in self._curves:
             rows = _rows_by_setting((r for r in self._rows if r.optimizer == optimizer and r.workers != ALONE), workers)
             self._curves[key] = tuple(
-                Curves({point: max(_value(r, field) for r in same) for point, same in rows.items()}) for field in FIELDS)
+                ConvergenceCurves({point: max(_value(r, field) for r in same) for point, same in rows.items()})
+                for field in FIELDS)
         return self._curves[key]
 
 

@@ -27,7 +27,7 @@ class SizeLaw(Record, frozen=True):
         return float(self.scale * (numel / self.numel) ** self.exponent)
 
 
-class Table(Record, frozen=True):
+class NoiseTable(Record, frozen=True):
     small_side: int
     small_images: NoiseLaw
     large_images: NoiseLaw
@@ -36,16 +36,16 @@ class Table(Record, frozen=True):
     words: SizeLaw
 
 
-def law_of(model: ModelInfo | None, numel: int) -> NoiseLaw | None:
+def noise_law(model: ModelInfo | None, numel: int) -> NoiseLaw | None:
     """The law for a model that is trained from scratch, with `numel` trained parameters. Returns None if no law is known, as
     for adapters of a model that is trained for its task already.
 
-    >>> law_of(ModelInfo(8, 1024, 50257), 124_439_808), law_of(ModelInfo(32, image_side=32, classes=10), 10**6).scale
+    >>> noise_law(ModelInfo(8, 1024, 50257), 124_439_808), noise_law(ModelInfo(32, image_side=32, classes=10), 10**6).scale
     (NoiseLaw(scale=713026, unit='tokens', source='published for language models of this size'), 900.0)
     """
     if model is None or model.frozen > numel:
         return None
-    table = load("noise", Table)
+    table = load("noise", NoiseTable)
     if model.vocabulary > table.most_characters:
         return NoiseLaw(round(table.words(numel)), "tokens", table.words.source)
     if model.vocabulary:
@@ -55,13 +55,13 @@ def law_of(model: ModelInfo | None, numel: int) -> NoiseLaw | None:
     return None
 
 
-def noise_of(job: Job) -> float:
+def find_noise(job: Job) -> float:
     """The gradient noise scale (McCandlish et al., 1812.06162) in batches of one worker: the value of the job if known,
     otherwise that of tasks like its model's; 0: unknown."""
     timing = job.timing
     if timing is None or timing.noise_scale:
         return timing.noise_scale / (job.batch or 1) if timing else 0.0
-    law = law_of(timing.model, job.numel)
+    law = noise_law(timing.model, job.numel)
     if law is None or timing.model is None:
         return 0.0
     return law.scale / max(1, timing.model.tokens) / (job.batch or timing.model.samples or 1)

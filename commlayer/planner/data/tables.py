@@ -27,7 +27,7 @@ from commlayer.errors import InvalidInput, RecordError
 from commlayer.planner.convergence import LearningRow, row_problem
 from commlayer.planner.data import FOLDER, NotNegative, Positive, load
 from commlayer.planner.data.codec_sizes import bytes_per_element
-from commlayer.planner.model import Cluster, CodecCost, Line, Link, Node, Profile
+from commlayer.planner.model import Cluster, CodecCost, LinearCost, Link, Node, Profile
 from commlayer.records import Record, Timing, Work, decode, encode
 
 
@@ -108,7 +108,7 @@ CPU_FLOOR_S, GPU_FLOOR_S = 10e-6, 3 * LAUNCH_S
 BUCKET_S = 100e-6
 SERVER_BYTE_S = 0.2e-9
 """Seconds per byte that a server needs for reading and framing, in addition to the codec's decoding."""
-PCIE_COPY = Line(10e-6, 1 / 12e9)
+PCIE_COPY = LinearCost(10e-6, 1 / 12e9)
 
 DEFAULT_CODECS = (
     "identity()", "fp16()", "int8()", "int4()", "topk(ratio=0.1)", "topk(ratio=0.01)", "topk(ratio=0.001)",
@@ -161,7 +161,7 @@ def peak_tflops(device: str) -> float:
     return cpu().tflops if device == "cpu" else gpu(device).peak_tflops
 
 
-def at_job_speed(nodes: Sequence[Node], timing: Timing | None) -> tuple[Node, ...]:
+def with_job_speeds(nodes: Sequence[Node], timing: Timing | None) -> tuple[Node, ...]:
     """Switches node speeds to those for this step, unless a node's speed differs from the table's FP32 speed."""
     known = ("cpu", *gpus())
     return tuple(structs.replace(node, speed=job_speed(node.device, timing))
@@ -226,8 +226,8 @@ def profile_from_tables(cluster: Cluster, codecs: Sequence[str] = DEFAULT_CODECS
     costs = [_cost(name, "cpu", cpu().stream_bytes_s, CPU_FLOOR_S) for name in codecs]
     for device in devices:
         costs += [_cost(name, device, stream_bytes_s(device), GPU_FLOOR_S) for name in codecs]
-    copy = PCIE_COPY if devices else Line(0.0)
-    return Profile(tuple(costs), Line(0.0, SERVER_BYTE_S), BUCKET_S, copy, learning=learning_rows())
+    copy = PCIE_COPY if devices else LinearCost(0.0)
+    return Profile(tuple(costs), LinearCost(0.0, SERVER_BYTE_S), BUCKET_S, copy, learning=learning_rows())
 
 
 def learning_rows(own: str = "") -> tuple[LearningRow, ...]:
@@ -239,8 +239,8 @@ def learning_rows(own: str = "") -> tuple[LearningRow, ...]:
 def _cost(name: str, device: str, bytes_s: float, floor_s: float) -> CodecCost:
     touched = bytes_per_element(parse_spec(name))
     return CodecCost(
-        name, device, Line(floor_s, touched.encode / bytes_s), Line(floor_s / 2, touched.decode / bytes_s),
-        Line(PAYLOAD_HEADER_NBYTES, touched.sent), sums=touched.sums,
+        name, device, LinearCost(floor_s, touched.encode / bytes_s), LinearCost(floor_s / 2, touched.decode / bytes_s),
+        LinearCost(PAYLOAD_HEADER_NBYTES, touched.sent), sums=touched.sums,
         alone=touched.alone, answers=touched.answers,
     )
 

@@ -30,7 +30,7 @@ MOST_SINGLE = 16
 """Number of buckets, the largest first, that a pass also changes individually."""
 
 
-class Space(NamedTuple):
+class ChoiceSpace(NamedTuple):
     """The search space. Tables are indexed by bucket, then by option."""
 
     steps: Simulation
@@ -72,7 +72,7 @@ def cheapest(choices: Iterable[Choice]) -> Choice:
     return min(choices, key=BY_ORDER)
 
 
-def uniform(space: Space, starts: Sequence[Sequence[int]] = ()) -> list[Choice]:
+def uniform(space: ChoiceSpace, starts: Sequence[Sequence[int]] = ()) -> list[Choice]:
     """Evaluates the choices in `starts` that are within the loss budget, and the choice with the least loss. Without `starts`,
     evaluates each option for all buckets."""
     least = [min(range(len(losses)), key=lambda o: (losses[o], o)) for losses in space.loss]
@@ -86,7 +86,7 @@ def uniform(space: Space, starts: Sequence[Sequence[int]] = ()) -> list[Choice]:
     return [_evaluate(space, options) for options in distinct if _total(space.loss, options) <= _loss_limit(space)]
 
 
-def search(space: Space, starts: Sequence[Choice]) -> Choice:
+def search(space: ChoiceSpace, starts: Sequence[Choice]) -> Choice:
     """Improves the best starting choices in two passes: the first changes groups of buckets, the second also single buckets. If
     there are few combinations, tries all."""
     if math.prod(map(len, space.loss)) <= FEW:
@@ -99,7 +99,7 @@ def search(space: Space, starts: Sequence[Choice]) -> Choice:
     return _drop_useless_compression(space, best)
 
 
-def _best_pair(space: Space, best: Choice) -> Choice:
+def _best_pair(space: ChoiceSpace, best: Choice) -> Choice:
     """The best choice that differs from `best` in two buckets."""
     for a, b in permutations(range(len(best.options)), 2):
         for option in range(len(space.loss[a])):
@@ -110,25 +110,25 @@ def _best_pair(space: Space, best: Choice) -> Choice:
     return best
 
 
-def _best_of_all(space: Space) -> Choice:
+def _best_of_all(space: ChoiceSpace) -> Choice:
     """The best of all combinations of options within the loss budget."""
     every = (_evaluate(space, options) for options in product(*(range(len(losses)) for losses in space.loss)))
     return cheapest(choice for choice in every if choice.loss <= _loss_limit(space))
 
 
-def _groups(space: Space) -> list[Sequence[int]]:
+def _groups(space: ChoiceSpace) -> list[Sequence[int]]:
     """Each group of buckets, and its two halves by readiness."""
     halves = [(members, members[: len(members) // 2], members[len(members) // 2 :]) for members in space.groups]
     return [part for parts in halves for part in (parts if len(parts[0]) > 1 else parts[:1])]
 
 
-def _improve(space: Space, best: Choice, moves: Sequence[Sequence[int]]) -> Choice:
+def _improve(space: ChoiceSpace, best: Choice, moves: Sequence[Sequence[int]]) -> Choice:
     for buckets in moves:
         best = _best_change(space, best, buckets)
     return best
 
 
-def _best_change(space: Space, best: Choice, buckets: Sequence[int], price: float = math.inf) -> Choice:
+def _best_change(space: ChoiceSpace, best: Choice, buckets: Sequence[int], price: float = math.inf) -> Choice:
     """Gives all of these buckets the option with the lowest price. Returns `best` unchanged if no price is lower than both
     `best.price` and `price`."""
     price = min(price, best.price) if best.loss <= _loss_limit(space) else price
@@ -147,7 +147,7 @@ def _best_change(space: Space, best: Choice, buckets: Sequence[int], price: floa
     return _choice(space, seconds[option], _with_option(now, buckets, option))
 
 
-def _drop_useless_compression(space: Space, best: Choice) -> Choice:
+def _drop_useless_compression(space: ChoiceSpace, best: Choice) -> Choice:
     """Gives each bucket, the coarsest first, the finest option that does not raise the price, so compression that saves no time
     is reverted."""
     limit = best.price * (1 + EQUAL)
@@ -165,11 +165,11 @@ def _drop_useless_compression(space: Space, best: Choice) -> Choice:
     return best
 
 
-def _evaluate(space: Space, options: tuple[int, ...]) -> Choice:
+def _evaluate(space: ChoiceSpace, options: tuple[int, ...]) -> Choice:
     return _choice(space, space.steps.run(list(options)), options)
 
 
-def _choice(space: Space, step_s: float, options: tuple[int, ...]) -> Choice:
+def _choice(space: ChoiceSpace, step_s: float, options: tuple[int, ...]) -> Choice:
     return Choice(step_s, _total(space.loss, options), _total(space.burden, options), options, _total(space.excess, options))
 
 
@@ -177,7 +177,7 @@ def _total(of: Sequence[Sequence[float]], options: Sequence[int]) -> float:
     return sum(map(getitem, of, options))
 
 
-def _loss_limit(space: Space) -> float:
+def _loss_limit(space: ChoiceSpace) -> float:
     return space.max_loss * (1 + EQUAL) + 1e-12
 
 

@@ -23,7 +23,7 @@ from commlayer.planner.costs import Excesses, Prices, overlapped_cluster
 from commlayer.planner.model import DENSE, Cluster, Option, Policy, Profile, bare
 from commlayer.planner.problem import COMPUTE, Load, Reals, Template, join_templates
 from commlayer.planner.tensors import EXACT, keeps_zeros
-from commlayer.planner.tree import ALIASES, Path, Promise, misfits, on_gpus, parse, promise_of, spell
+from commlayer.planner.tree import ALIASES, Path, Promise, find_misfits, format_path, on_gpus, parse, promise_from_cost
 
 SIZES = np.exp2(np.array([8.0, 12.0, 16.0, 20.0, 25.0]))
 """Bucket sizes in elements for which paths are compared."""
@@ -44,13 +44,13 @@ def options(prices: Prices, policy: Policy) -> list[Option]:
     alike: dict[tuple[Promise, tuple[str, ...]], list[str]] = {}
     for name in sorted(allowed_codecs(profile, policy), key=lambda name: (codecs[name].nbytes.slope_s, name)):
         if name != DENSE:
-            alike.setdefault((promise_of(codecs[name]), _devices(prices, name)), []).append(name)
+            alike.setdefault((promise_from_cost(codecs[name]), _devices(prices, name)), []).append(name)
     for (promise, priced), names in alike.items() if dense else ():
         devices = [device for device in policy.devices if device in priced]
         paths = [path for path in tree.usable_paths(cluster, devices=devices, max_encodes=policy.max_encodes, sums=promise.sums,
                                                     kinds=kinds if served else (*kinds, "sum"), dense=False,
                                                     servers="cpu" in priced)
-                 if not any(misfits(path, [promise], gpus=on_gpus(cluster) and not policy.whole_tree))]
+                 if not any(find_misfits(path, [promise], gpus=on_gpus(cluster) and not policy.whole_tree))]
         kept = dict.fromkeys(path for name in dict.fromkeys((names[0], names[-1])) for path in best_paths(prices, paths, name))
         result += [Option(_name(path, cluster), name) for path in kept for name in names]
         result += _asymmetric_options(cluster, names, promise, [path for path in kept if tree.uses_server(path)])
@@ -118,7 +118,7 @@ def _asymmetric_options(cluster: Cluster, codecs: Sequence[str], promise: Promis
         for less, more in (pair for family in families.values() for pair in pairwise(family)):
             if any(slow) and not all(slow) and parse_spec(less).without_ratio() == parse_spec(more).without_ratio():
                 yield Option(text, more, by_node=tuple(less if is_slow else more for is_slow in slow))
-            if any(op.name == "pull" for op in path) and not any(misfits(path, [promise], down=promise)):
+            if any(op.name == "pull" for op in path) and not any(find_misfits(path, [promise], down=promise)):
                 yield Option(text, more, down=less)
                 yield Option(text, less, down=more)
 
@@ -126,7 +126,7 @@ def _asymmetric_options(cluster: Cluster, codecs: Sequence[str], promise: Promis
 def _name(path: Path, cluster: Cluster) -> str:
     """The short name of a path if there is one, else the path's operations."""
     widest = max(node.ranks for node in cluster.nodes)
-    return next((alias for alias in ALIASES if parse(alias, widest) == path), spell(path))
+    return next((alias for alias in ALIASES if parse(alias, widest) == path), format_path(path))
 
 
 def allowed_codecs(profile: Profile, policy: Policy) -> list[str]:

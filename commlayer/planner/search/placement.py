@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from commlayer.codec_spec import parse_spec
 from commlayer.planner import buckets
-from commlayer.planner.buckets import ELEMENT_NBYTES, assign, fragments_of, spread
+from commlayer.planner.buckets import ELEMENT_NBYTES, assign, divide_into_fragments, spread
 from commlayer.planner.model import ZERO, Cluster, Node
 from commlayer.planner.search.options import Catalog
 from commlayer.planner.tensors import nonzero_numel
@@ -87,7 +87,7 @@ def _capacity(node: Node, n: int, seconds: float) -> float:
     return min(1.0, max(0.0, (passes - 1) / (n - 2)))
 
 
-class Part(NamedTuple):
+class PlacedPart(NamedTuple):
     """A bucket of the future plan: one bucket of the search, or a part of one."""
 
     origin: int
@@ -106,7 +106,7 @@ ANY = -1
 def cut_and_place(
     job: Job, groups: Sequence[tuple[Slice, ...]], options: Sequence[int], catalog: Catalog, finely: int, *,
     fragments: int, ranks_per_node: int, last_first: bool, least_nbytes: int,
-) -> list[Part]:
+) -> list[PlacedPart]:
     """Cuts buckets and assigns the parts to servers; `options` has the index of each bucket's option.
 
     Buckets that use servers are cut so that each server gets at least `finely` parts, and a part of each fragment. Each part
@@ -118,7 +118,7 @@ def cut_and_place(
     hosts, shares = len(catalog.prices.hosts), catalog.prices.spread
     sizes = [sum(s.numel for s in slices) for slices in groups]
     total = max(1, sum(numel for numel, option in zip(sizes, options, strict=True) if catalog.options[option].served))
-    result: list[Part] = []
+    result: list[PlacedPart] = []
     for b, (slices, numel, option) in enumerate(zip(groups, sizes, options, strict=True)):
         cuts = catalog.options[option].served and not parse_spec(catalog.options[option].codec).needs_shape
         count = -(-numel * max(finely, fragments) * hosts // total) if cuts else 1
@@ -126,8 +126,8 @@ def cut_and_place(
         each = len(set(shares)) > 1 and count == hosts  # servers sum unequal parts
         ends = [int(numel * end) for end in accumulate(shares[:-1])] if each else [numel * i // count for i in range(1, count)]
         for host, (start, stop) in enumerate(pairwise((0, *ends, numel))):
-            piece = buckets.between(slices, start, stop) if ends else slices
-            result.append(Part(b, piece, stop - start, option, host if each else ANY))
+            piece = buckets.slices_between(slices, start, stop) if ends else slices
+            result.append(PlacedPart(b, piece, stop - start, option, host if each else ANY))
     served = [i for i, part in enumerate(result) if catalog.options[part.option].served]
     sent = {option: sum([task.nbytes for task in catalog.template(option).tasks], ZERO)
             for option in dict.fromkeys(result[i].option for i in served)}
@@ -135,7 +135,7 @@ def cut_and_place(
     for i, owner in zip(served, spread(list(weights.values()), ranks_per_node), strict=True):
         result[i] = result[i]._replace(owner=owner)
     loads = [0.0] * hosts
-    for places in fragments_of(result, min(fragments, len(result))):
+    for places in divide_into_fragments(result, min(fragments, len(result))):
         free = [i for i in places if i in weights and result[i].server == ANY]
         if fragments > 1:  # a fragment waits for the server with the most bytes, so place the largest first
             free.sort(key=lambda i: -weights[i])

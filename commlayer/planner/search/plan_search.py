@@ -20,17 +20,17 @@ from msgspec import structs
 
 from commlayer.errors import InvalidInput
 from commlayer.planner import buckets
-from commlayer.planner.buckets import ELEMENT_NBYTES, LEAST_FRAGMENT_NBYTES, Limits
+from commlayer.planner.buckets import ELEMENT_NBYTES, LEAST_FRAGMENT_NBYTES, BucketLimits
 from commlayer.planner.convergence import Recipe, late_allowed, late_measured, measured_local_steps
 from commlayer.planner.costs import Prices, plan_excess
-from commlayer.planner.data.noise import noise_of
+from commlayer.planner.data.noise import find_noise
 from commlayer.planner.inputs import checked_inputs
 from commlayer.planner.model import DENSE, NO_LIMIT, Cluster, Policy, Profile, bare, merge_nodes
-from commlayer.planner.plan_rules import codecs_of
+from commlayer.planner.plan_rules import bucket_codecs
 from commlayer.planner.search.choices import Choice, uniform
 from commlayer.planner.search.options import Catalog, allowed_codecs, criteria, options
 from commlayer.planner.search.placement import Hosts, equal_links, host_sets
-from commlayer.planner.search.reasons import explained
+from commlayer.planner.search.reasons import with_explanation
 from commlayer.planner.search.scenario import Layout, PricedPlan, Scenario, StepTimes
 from commlayer.planner.simulation import slowest_speed, steps_locally
 from commlayer.planner.tensors import with_dense_gradients
@@ -74,7 +74,7 @@ def plan(job: Job, cluster: Cluster, profile: Profile | None = None, policy: Pol
     """The plan that reaches a loss first, by simulated steps and convergence factor; with objective="step", the plan with
     the shortest step. Equal arguments give equal plans."""
     search = PlanSearch(job, cluster, profile, policy)
-    return search.explained(search.best(exact=search.policy.exact))
+    return search.with_explanation(search.best(exact=search.policy.exact))
 
 
 class PlanSearch:
@@ -88,7 +88,7 @@ class PlanSearch:
         self.question = question if sparse else question._replace(job=with_dense_gradients(job))
         self.policy = question.policy
         self._times = StepTimes()
-        self._recipe = Recipe(self.policy.optimizer, workers=cluster.ranks, numel=job.numel, noise=noise_of(job))
+        self._recipe = Recipe(self.policy.optimizer, workers=cluster.ranks, numel=job.numel, noise=find_noise(job))
         self._by_recipe: dict[Recipe, list[tuple[Scenario, Choice]]] = {}
         self.synchronous = self._synchronous()
 
@@ -147,9 +147,9 @@ class PlanSearch:
         return best if best.scenario.recipe.overlap == "forward" or best.price < plain.price * (1 - PAYS) else plain
 
     @_garbage_collection_paused()
-    def explained(self, priced: PricedPlan) -> Plan:
+    def with_explanation(self, priced: PricedPlan) -> Plan:
         """The plan with its predicted times and reasons filled in."""
-        return explained(priced)
+        return with_explanation(priced)
 
     def _recipes(self, policy: Policy, freely: bool) -> list[Recipe]:
         """The most promising sync modes: overlap with the next forward pass, compressed updates, and the local-step modes with
@@ -208,7 +208,7 @@ class PlanSearch:
         if steps_locally(recipe):
             question = question._replace(job=with_dense_gradients(question.job))
         most = question.job.numel * ELEMENT_NBYTES // recipe.fragments
-        limits = Limits(*(min(limit, most) for limit in plain.layout.limits))
+        limits = BucketLimits(*(min(limit, most) for limit in plain.layout.limits))
         if recipe.fragments > 1:
             limits = limits._replace(cut_nbytes=min(limits.cut_nbytes, FRAGMENT_CUT_NBYTES))
         layout = plain.layout
@@ -230,7 +230,7 @@ class PlanSearch:
         """Plans in which the buckets that are ready last (an eighth, a quarter, half, all of them) are applied one step
         late. If `plain` has codecs that are too sparse for that, they are derived from the best plan without these codecs."""
         job, cluster, profile, policy = self.question
-        used = {codec for bucket in plain.plan.buckets for codec in codecs_of(bucket)}
+        used = {codec for bucket in plain.plan.buckets for codec in bucket_codecs(bucket)}
         if not all(late_allowed(profile.learning, codec, policy.optimizer) for codec in used):
             fine = tuple(codec for codec in allowed_codecs(profile, policy)
                          if late_allowed(profile.learning, codec, policy.optimizer))

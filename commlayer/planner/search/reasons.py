@@ -13,7 +13,7 @@ from commlayer.planner.model import DENSE
 from commlayer.planner.search.scenario import PricedPlan
 from commlayer.planner.simulation import Timeline, simulate
 from commlayer.planner.tensors import DOUBLE, is_sparse, nonzero_numel
-from commlayer.records import Bucket, Job, Plan, Why
+from commlayer.records import Bucket, BucketReason, Job, Plan
 
 LOOKED_AT = 2.0
 """Cutoff: an option that lengthens the step by more than this factor is not simulated to its end."""
@@ -44,7 +44,7 @@ class Alternatives(NamedTuple):
     """Bytes that the present option sends per element."""
 
 
-def explained(priced: PricedPlan) -> Plan:
+def with_explanation(priced: PricedPlan) -> Plan:
     """The plan with its predicted times and each bucket's reason filled in."""
     plan, question = priced.plan, priced.scenario.question
     timeline, more = simulate(plan, *question, spans=False), plan_excess(plan, question)
@@ -73,11 +73,11 @@ def _alternatives(b: int, priced: PricedPlan) -> Alternatives:
                         scenario.catalog.template(mine[place]).nbytes)
 
 
-def _why(bucket: Bucket, others: Alternatives, priced: PricedPlan, timeline: Timeline) -> Why:
+def _why(bucket: Bucket, others: Alternatives, priced: PricedPlan, timeline: Timeline) -> BucketReason:
     now, runner = others.now, min(others.dense, others.coded, key=attrgetter("to_loss_s"))
     runner = now if runner.to_loss_s == math.inf else runner
     question = priced.scenario.question
-    return Why(
+    return BucketReason(
         seconds=max(0.0, timeline.done_s[bucket.id] - timeline.ready_s[bucket.id]),
         nbytes=round(others.nbytes * nonzero_numel(question.job, bucket.slices)),
         reason=_reason(bucket, others, question.job, timeline, count=question.steps_count),
@@ -97,26 +97,26 @@ def _reason(bucket: Bucket, others: Alternatives, job: Job, timeline: Timeline, 
         return f"{100 * nonzero_numel(job, bucket.slices) / bucket.numel:.2g} % of the gradient is nonzero; zeros are not sent"
     if bucket.codec != DENSE:
         if dense.to_loss_s > now.to_loss_s * (1 + SAME):
-            return f"uncompressed, {effect(now, dense, count=count)}"
+            return f"uncompressed, {trade_off(now, dense, count=count)}"
         return "compression takes load off the links at no cost to the " + ("time to a loss" if count else "step")
     if coded == NEVER:
         return "no codec is allowed or worth trying at this size"
     if not coded.in_budget and coded.to_loss_s < now.to_loss_s:
-        return f"compressed, {effect(now, coded, count=count)}, but max_loss would be exceeded"
+        return f"compressed, {trade_off(now, coded, count=count)}, but max_loss would be exceeded"
     if not math.isclose(coded.step_s, now.step_s, rel_tol=SAME):
         little = ", too little for a coarser codec" if count and coded.to_loss_s <= now.to_loss_s else ""
-        return f"compressed, {effect(now, coded, count=count)}{little}"
+        return f"compressed, {trade_off(now, coded, count=count)}{little}"
     hidden = timeline.done_s[bucket.id] <= timeline.compute_s
     return "its transfer is hidden by computing" if hidden else "compression does not shorten the step: other buckets end later"
 
 
-def effect(now: Price, other: Price, *, count: bool) -> str:
+def trade_off(now: Price, other: Price, *, count: bool) -> str:
     """Describes how the other option would change the step time and the time to a loss. `count`: True if options differ in
     their convergence factors.
 
-    >>> effect(Price(1.0, 1.5), Price(1.2, 1.6), count=True), effect(Price(1.0, 1.0), Price(1.01234, 1.2), count=False)
+    >>> trade_off(Price(1.0, 1.5), Price(1.2, 1.6), count=True), trade_off(Price(1.0, 1.0), Price(1.01234, 1.2), count=False)
     ('the step would be 200 ms longer, and the same loss 6.7 % later', 'the step would be 12.3 ms longer')
-    >>> effect(Price(1.0, 1.0), Price(0.9, 1.5), count=True), effect(Price(1.0, 1.0), NEVER, count=True)
+    >>> trade_off(Price(1.0, 1.0), Price(0.9, 1.5), count=True), trade_off(Price(1.0, 1.0), NEVER, count=True)
     ('the step would be 100 ms shorter, but the same loss 50 % later', 'the time to a loss would be more than twice as long')
     """
     if other.to_loss_s == math.inf:

@@ -8,14 +8,14 @@ from functools import cached_property
 from typing import Literal, NamedTuple, cast
 
 from commlayer.planner import buckets
-from commlayer.planner.buckets import Contents, Limits, least_spread_nbytes
+from commlayer.planner.buckets import BucketLimits, Contents, least_spread_nbytes
 from commlayer.planner.convergence import Recipe
 from commlayer.planner.costs import Prices, bucket_weights
 from commlayer.planner.model import DENSE, Question
-from commlayer.planner.search.choices import Choice, Space, cheapest, search, uniform
+from commlayer.planner.search.choices import Choice, ChoiceSpace, cheapest, search, uniform
 from commlayer.planner.search.options import Catalog
-from commlayer.planner.search.placement import Part, cut_and_place
-from commlayer.planner.simulation import Simulation, forward_need_s, fragments, prices_of, step_seconds, steps_locally
+from commlayer.planner.search.placement import PlacedPart, cut_and_place
+from commlayer.planner.simulation import Simulation, forward_need_s, fragments, server_prices, step_seconds, steps_locally
 from commlayer.planner.tensors import all_reduce_doubles, codec_and_shape, nonzero_numel
 from commlayer.records import Bucket, Job, Plan, Slice
 
@@ -41,11 +41,11 @@ class StepTimes:
     def seconds(self, plan: Plan, question: Question) -> float:
         key = plan.hosts, plan.overlap == "round"
         if key not in self._prices:
-            self._prices[key] = prices_of(plan, question)
+            self._prices[key] = server_prices(plan, question)
         return step_seconds(plan, question, self._prices[key])
 
 
-class Piece(NamedTuple):
+class PricedPiece(NamedTuple):
     """A bucket of a layout."""
 
     slices: tuple[Slice, ...]
@@ -61,15 +61,15 @@ class Layout(NamedTuple):
     """A way to cut the model into buckets."""
 
     job: Job
-    limits: Limits
-    pieces: tuple[Piece, ...]
+    limits: BucketLimits
+    pieces: tuple[PricedPiece, ...]
 
     @classmethod
-    def of(cls, job: Job, limits: Limits, energy: Sequence[float]) -> Layout:
+    def of(cls, job: Job, limits: BucketLimits, energy: Sequence[float]) -> Layout:
         pieces, groups = [], buckets.groups(job, limits)
         for group, weight in zip(groups, bucket_weights(job, groups, energy), strict=True):
-            kind = buckets.contents_of(job, group), sum(s.numel for s in group).bit_length()
-            pieces.append(Piece(group, nonzero_numel(job, group), forward_need_s(job.timed, group), kind, weight))
+            kind = buckets.classify_contents(job, group), sum(s.numel for s in group).bit_length()
+            pieces.append(PricedPiece(group, nonzero_numel(job, group), forward_need_s(job.timed, group), kind, weight))
         return cls(job, limits, tuple(pieces))
 
 
@@ -85,7 +85,7 @@ class Scenario:
         self._placed: dict[tuple[int, ...], PricedPlan] = {}
 
     @cached_property
-    def space(self) -> Space:
+    def space(self) -> ChoiceSpace:
         pieces = self.layout.pieces
         loads, held_s = self.catalog.loads(self.useful, [piece.numel for piece in pieces], [piece.urgency for piece in pieces])
         excess, loss = ([[of[o] * piece.weight for o in mine] for mine, piece in zip(self.useful, pieces, strict=True)]
@@ -99,7 +99,7 @@ class Scenario:
         groups = [members[key] for key in sorted(members, key=lambda key: -key[0][1])]
         parts = fragments(self.question, pieces, loads, self.catalog.prices, self.recipe)
         least_s = sum(float(each.problem.ready.reshape(each.problem.nodes, -1)[:, -1].max()) for each in parts)
-        return Space(Simulation(parts), loss, excess, burden, groups, self.question.policy.max_loss, least_s)
+        return ChoiceSpace(Simulation(parts), loss, excess, burden, groups, self.question.policy.max_loss, least_s)
 
     @property
     def starts(self) -> list[list[int]]:
@@ -158,7 +158,7 @@ class Scenario:
                                                       step_s * (1 + choice.excess), choice.excess)
         return self._placed[choice.options]
 
-    def _parts(self, choice: Choice, finely: int) -> list[Part]:
+    def _parts(self, choice: Choice, finely: int) -> list[PlacedPart]:
         chosen = [mine[place] for mine, place in zip(self.useful, choice.options, strict=True)]
         return cut_and_place(
             self.layout.job, [piece.slices for piece in self.layout.pieces], chosen, self.catalog, finely,
@@ -166,7 +166,7 @@ class Scenario:
             last_first=not steps_locally(self.recipe),
             least_nbytes=least_spread_nbytes(fine=self.recipe.fragments > 1 or finely > SHARED))
 
-    def _plan(self, parts: Sequence[Part]) -> Plan:
+    def _plan(self, parts: Sequence[PlacedPart]) -> Plan:
         job, ranks_per_node, result = self.question.job, self.question.cluster.ranks_per_node, []
         for i, part in enumerate(parts):
             o = self.catalog.options[part.option]

@@ -149,7 +149,7 @@ class ConnectionTable:
             self._sources.clear()
 
 
-def source_of(host: str) -> str:
+def address_source(host: str) -> str:
     """Returns the source of a connection from this address: an IPv4 address, or the /64 of an IPv6 address, since one machine
     has a whole /64."""
     if ":" not in host:

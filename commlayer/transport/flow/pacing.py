@@ -69,7 +69,7 @@ class Pacer:
                 for sock in self._connections:
                     _leave_bbr(sock)
 
-    def begins(self, sock: socket.socket) -> None:
+    def begin_share(self, sock: socket.socket) -> None:
         """Divides the link's rate equally among the busy connections. Call this before a large frame is sent."""
         if not self._bps:
             return
@@ -88,7 +88,7 @@ class Pacer:
                 self._bounds[sock] = _bytes_s(nbytes_s) if nbytes_s else UNLIMITED
                 self._apply(sock)
 
-    def lift(self, sock: socket.socket) -> None:
+    def end_share(self, sock: socket.socket) -> None:
         """Ends the connection's share of the link's rate. Call this before a probe that measures the link, and when the
         connection has ended."""
         if sock in self._shares:

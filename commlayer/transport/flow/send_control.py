@@ -65,10 +65,10 @@ class SendControl:
             return
         pacer, sock = self._paced
         if probe:
-            pacer.lift(sock)
+            pacer.end_share(sock)
             return
         if nbytes > self.inline_nbytes:
-            pacer.begins(sock)
+            pacer.begin_share(sock)
 
     def idle(self) -> None:
         """Records that no frame is waiting to be sent."""
@@ -79,4 +79,4 @@ class SendControl:
         """Ends pacing. Call this before the connection's socket is closed."""
         if self._paced is not None:
             pacer, sock = self._paced
-            pacer.lift(sock)
+            pacer.end_share(sock)

@@ -100,7 +100,7 @@ def dial(opened: Callable[[], Any], host: str, port: int, deadline: float, chann
     address."""
     begin, where = time.monotonic(), f"{host}:{port} over gRPC"
 
-    async def made() -> GrpcStream:
+    async def open_stream() -> GrpcStream:
         link = opened()
         call = link.stream_stream(f"/{SERVICE}/{METHOD}")()
         try:
@@ -127,7 +127,7 @@ def dial(opened: Callable[[], Any], host: str, port: int, deadline: float, chann
     backoff = Backoff(deadline)
     while True:
         try:
-            stream: GrpcStream = run_on_loop(made(), deadline - begin + 5.0)
+            stream: GrpcStream = run_on_loop(open_stream(), deadline - begin + 5.0)
             return stream
         except TimeoutError:
             # A reason from the server is more useful than the timeout of a later attempt.

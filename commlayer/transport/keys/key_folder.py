@@ -105,7 +105,7 @@ class Keys:
             except ValueError:
                 raise RecordError("E-KEYS",
                                   f"keys: {path} is not a certificate: it is damaged, or another file; {COPY_AGAIN}") from None
-        own, now = certificate_of(mine), datetime.datetime.now(datetime.UTC)
+        own, now = parse_peer_certificate(mine), datetime.datetime.now(datetime.UTC)
         if not mine.not_valid_before_utc <= now <= mine.not_valid_after_utc:
             raise RecordError("E-CERTIFICATE-DATE", f"keys: the certificate of {own.name} in {self.folder} is valid from "
                                                     f"{_day(mine.not_valid_before_utc)} to {_day(mine.not_valid_after_utc)}, "
@@ -233,7 +233,7 @@ def _file(data: bytes) -> Iterator[str]:
         yield f"/dev/fd/{file.fileno()}"
 
 
-def certificate_of(certificate: x509.Certificate) -> PeerCertificate:
+def parse_peer_certificate(certificate: x509.Certificate) -> PeerCertificate:
     from cryptography import x509
     from cryptography.hazmat.primitives.serialization import Encoding
 
@@ -257,11 +257,11 @@ def signature_arguments(public: Any) -> tuple[Any, ...]:
     return (padding.PKCS1v15(), SHA256()) if isinstance(public, rsa.RSAPublicKey) else ()
 
 
-def of_peer(tls: ssl.SSLObject) -> PeerCertificate:
+def peer_certificate_from_tls(tls: ssl.SSLObject) -> PeerCertificate:
     """Returns the certificate of the other end, which OpenSSL has already verified."""
     from cryptography import x509
 
-    return certificate_of(x509.load_der_x509_certificate(tls.getpeercert(binary_form=True) or b""))
+    return parse_peer_certificate(x509.load_der_x509_certificate(tls.getpeercert(binary_form=True) or b""))
 
 
 def _stamp(path: Path) -> Stamp | None:

@@ -16,7 +16,14 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from commlayer.errors import CommError, Damaged, DeadlineExceeded, HandshakeLost, NotYet, PeerLost, Refused, SentNothing
-from commlayer.transport.keys.key_folder import PROTOCOLS, Keys, PeerCertificate, certificate_of, of_peer, signature_arguments
+from commlayer.transport.keys.key_folder import (
+    PROTOCOLS,
+    Keys,
+    PeerCertificate,
+    parse_peer_certificate,
+    peer_certificate_from_tls,
+    signature_arguments,
+)
 from commlayer.transport.protocol import NO_SIGNAL, limit_wait
 
 DATA, CONTROL = PROTOCOLS
@@ -102,7 +109,7 @@ def signing_certificate(der: bytes, keys: Keys) -> SigningCertificate:
         theirs = x509.load_der_x509_certificate(der)
         issuers = [ca for ca in x509.load_pem_x509_certificates(keys.ca) if ca.subject == theirs.issuer]
         theirs.verify_directly_issued_by(issuers[0])
-        result = SigningCertificate(certificate_of(theirs), theirs.public_key())
+        result = SigningCertificate(parse_peer_certificate(theirs), theirs.public_key())
     except (ValueError, TypeError, IndexError, InvalidSignature):
         raise _refused(_LIST) from None
     now = datetime.datetime.now(datetime.UTC)
@@ -158,7 +165,7 @@ class TlsSocket(socket.socket):
             if not self._received:
                 raise SentNothing() from None
             raise self._lost(f"connection lost during the TLS handshake ({error.strerror or error})") from None
-        self.peer = of_peer(self._tls)
+        self.peer = peer_certificate_from_tls(self._tls)
         if self._tls.selected_alpn_protocol() != self._protocol:
             self._send_alert(deadline)
             what = _FOR.get(self._protocol, self._protocol)

@@ -14,7 +14,7 @@ from support.workers import job, step
 from commlayer import records
 from commlayer.cluster.calls import messages
 from commlayer.cluster.servers import worker_client
-from commlayer.compressors import codec_of
+from commlayer.compressors import make_codec
 from commlayer.config import read_config
 from commlayer.engine.worker.worker import Worker
 from commlayer.planner import default_plan
@@ -42,7 +42,7 @@ def main(rank: int, world: int, steps: int, settings: dict[str, Any]) -> None:
     config, layout = read_config(settings, environ={}, cwd="/nonexistent"), plan()
     request = messages.worker_request(layout.job, rank, world, plan=records.encode(layout))
     up = worker_client.connect(config.join, request, config)
-    codecs = {b.id: codec_of(b, rank, layout) for b in layout.buckets}
+    codecs = {b.id: make_codec(b, rank, layout) for b in layout.buckets}
     worker = Worker(job(), layout, codecs, torch.device("cpu"), rank=rank, members=world, transport=up.transport,
                     recycle=up.recycle)
     up.subscribe(worker.latch, worker.stalled, lambda *_: None, 1)

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import commlayer
 from commlayer import plan_file, planner
 from commlayer.balance import loss_model
-from commlayer.engine.model.model_tensors import job_of
+from commlayer.engine.model.model_tensors import describe_model
 
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
@@ -42,7 +42,7 @@ def names() -> dict[str, Any]:
     """What a reader's script has."""
     torch.manual_seed(0)
     model = Net()
-    plan = planner.default_plan(job_of(model), codec="fp16()", path="allreduce", servers=0,
+    plan = planner.default_plan(describe_model(model), codec="fp16()", path="allreduce", servers=0,
                                 ranks_per_node=dist.get_world_size(), fuse_nbytes=1 << 20, cut_nbytes=1 << 22)
     Path("plan.json").write_text(plan_file.written(plan))
     loss_model.write(Path("loss.json"), loss_model.LossModel((loss_model.LossPoint("int4", 1.0, 0.001),)))
