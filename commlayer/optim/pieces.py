@@ -44,7 +44,7 @@ def step_piece(optimizer: Optimizer, groups: Sequence[Group]) -> None:
 def _plain_step(kind: type) -> Callable[..., Any]:
     """Returns the class's step() without torch's wrapper, which calls the hooks."""
     step: Callable[..., Any] = kind.step  # type: ignore[attr-defined]
-    return step.__wrapped__ if getattr(step, "calls_step_hooks", False) else step  # type: ignore[attr-defined]
+    return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[attr-defined]
 
 
 def calls_step_hooks(optimizer: Any) -> bool:

@@ -16,6 +16,7 @@ from support.attached import assert_refused, mlp, outcome
 from support.coordinators import WAIT_S, Failures, quick
 from support.internals import config_from_options
 from support.jobs import distributed_job
+from support.mailbox import InboxTransport
 from support.meshes import PATIENCE_S, exchange_pair, soon
 from support.rank_pool import pool
 from support.rank_pool import quick as small
@@ -160,11 +161,11 @@ def test_incomplete_calls_block_no_member(coordinator: Coordinator) -> None:
 
 
 def server(**settings: Any) -> StreamTransport:
-    return StreamTransport(Hello("jobA", SERVER_BASE), settings=Settings(secret=SECRET, **settings))
+    return InboxTransport(Hello("jobA", SERVER_BASE), settings=Settings(secret=SECRET, **settings))
 
 
 def dialled(address: tuple[str, int], token: str = SECRET, job: str = "jobA") -> StreamTransport:
-    peer = StreamTransport(Hello(job, 1), settings=Settings(secret=token))
+    peer = InboxTransport(Hello(job, 1), settings=Settings(secret=token))
     try:
         peer.dial(SERVER_BASE, address, soon())
     except BaseException:

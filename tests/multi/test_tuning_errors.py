@@ -108,13 +108,13 @@ def test_every_schedule_of_local_steps_is_measured_and_watched(schedules: list[t
 
 
 FAILING: dict[str, tuple[int, Any, str]] = {
-    "plan": (0, plan_policy, "step_over"),
+    "plan": (0, plan_policy, "record_step_time"),
     "search": (0, plan_policy, "begin_search"),
     "request": (0, plan_policy, "next_request"),
     "quality": (1, QualityGuard, "decide"),
     "comparison": (1, QualityGuard, "prepare"),
     "links": (1, LinkWatch, "observe"),
-    "steps": (1, job_actions, "timing_of"),
+    "steps": (1, job_actions, "median_timing"),
     "probe": (1, probes.link_rates, "rate"),  # type: ignore[attr-defined]
     "drift": (1, ParameterDrift, "_settings"),
 }

@@ -61,7 +61,7 @@ class Options(NamedTuple):
     of: str = "sums"
 
     @property
-    def answer_reconnected(self) -> str:
+    def again(self) -> str:
         return f"python -m bench chaos --of {self.of} --schedules"
 
 
@@ -96,7 +96,7 @@ def one(options: Options, seed: int, done: Done) -> None:
     done.wrong += bool(problems)
     if problems and len(done.findings) < MOST_FINDINGS:
         done.findings.append({"seed": seed, "wrong": "; ".join(problems),
-                              "again": f"{options.answer_reconnected} 1 --seed {seed}"})
+                              "again": f"{options.again} 1 --seed {seed}"})
 
 
 def _taken_up(options: Options) -> Done:

@@ -82,7 +82,7 @@ class Follower(ResultFollower):
         """Returns whether all results and rows of the next exchange have arrived."""
         found, row = 0, self._row
         while self._rows is not None and self._rows.has(row):
-            found += bool(section_values(rows_in(self._rows._results[row]).values(), LENGTHS))
+            found += bool(section_values(rows_in(self._rows._answers[row].message()).values(), LENGTHS))
             row += 1
         return all(stream.has(self._step) for stream in self._streams.values()) and (
             self._rows is None or found >= len(self._fragments))

@@ -121,7 +121,7 @@ def waits(self: ChangingMembers) -> None:
 
 SNAPSHOT = ChangingMembers._give_snapshot
 PROPOSE, FOLLOW, BEGIN = changing_members.propose, Summation.follow, ResultFollower.begin
-START, GIVEN, COMPLETE, MEET = Server.start, Replica.given, Transfer._complete, World.meet
+START, GIVEN, COMPLETE, MEET = Server.start, Replica.state_for_joiner, Transfer._complete, World.meet
 LOST, DECIDE, FIRST = RendezvousService.find_lost_writers, ChangingMembers._decide, ChangingMembers._first
 BROKEN: list[tuple[str, Any, str, Any, str]] = [
     ("a server waits for the dead", BucketSum, "remove", lambda self, gone: None, "further"),
@@ -134,10 +134,10 @@ BROKEN: list[tuple[str, Any, str, Any, str]] = [
     ("members differ in a worker's first step", ChangingMembers, "_first", differs, ""),
     ("two workers are let in at once", ChangingMembers, "_decide", overwrites, ""),
     ("a row counts the joining worker too early", ChangingMembers, "_decide", counts_at_once, "breach"),
-    ("the state has members that have left", Replica, "given", gives(epoch=of_all_members), "differ"),
-    ("the state is of another step", Replica, "given", gives(step=lambda told, _: told.step + 1), ""),
-    ("the state has other totals", Replica, "given", gives(totals=lambda _, worker: worker.world.totals_of(1)), ""),
-    ("the state lacks workers that were members", Replica, "given", gives(admitted=lambda *_: ()), ""),
+    ("the state has members that have left", Replica, "state_for_joiner", gives(epoch=of_all_members), "differ"),
+    ("the state is of another step", Replica, "state_for_joiner", gives(step=lambda told, _: told.step + 1), ""),
+    ("the state has other totals", Replica, "state_for_joiner", gives(totals=lambda _, worker: worker.world.totals_of(1)), ""),
+    ("the state lacks workers that were members", Replica, "state_for_joiner", gives(admitted=lambda *_: ()), ""),
     ("the state is given once", Transfer, "_complete", once, "further"),
     ("a barrier needs only those that have not called it", RendezvousService, "never_written", of_absent_values, ""),
     ("no barrier before a plan", World, "meet", before_plans, "breach"),

@@ -90,7 +90,7 @@ def test_slightly_faster_local_steps_are_returned_as_an_alternative(monkeypatch:
     monkeypatch.setattr(search, "LEAVES", 0.9 * enough)
     made_from = inputs("2/2Mb", exact=False)
     assert search.best_plan(made_from, plan_of(0.0, "int4()")) == taken, "one machine alone is faster than averaged gradients"
-    monkeypatch.setattr(search, "_alone_s", lambda _: math.inf)
+    monkeypatch.setattr(search, "_fastest_alone_s", lambda _: math.inf)
     result = search.best_plan(inputs("2/2Mb", exact=False), plan_of(0.0, "int4()"))
     assert result == search.BestPlan(kept.plan, local=taken.plan, for_local=taken.leaves)
     assert kept.local is None, "averaged gradients"

@@ -74,7 +74,7 @@ class Job:
         self.events: list[StalePlan] = []
         self.lines: list[str] = []
         self.reasons: list[str] = []
-        self.stream, self.groups = RunEvents(), SimpleNamespace(local=0, node=rank, firsts=range(world.world))
+        self.stream, self.groups = RunEvents(), SimpleNamespace(local=0, node=rank, first_ranks=range(world.world))
         self.paced: list[tuple[Link, ...]] = []
         self.recording = False
         self.remembered: list[Plan] = []

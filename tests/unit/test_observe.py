@@ -235,7 +235,7 @@ def test_probe_interval_grows_until_a_probe_succeeds() -> None:
     assert due(again, now + reprobe.FIRST_S, lost=True)
 
 
-@pytest.mark.parametrize(("to_win", "from_s"), [(1.0, 2.0), (0.5, 4.0), (0.1, 20.0), (0.0, math.inf)])
+@pytest.mark.parametrize(("largest_gain", "from_s"), [(1.0, 2.0), (0.5, 4.0), (0.1, 20.0), (0.0, math.inf)])
 def test_probe_waits_until_faster_links_could_repay_its_cost(largest_gain: float, from_s: float) -> None:
     again = ReprobeSchedule(cost_s=2.0).changed(0.0)
     assert due(again, min(from_s, 1e9), hinted=True, largest_gain=largest_gain) is (from_s < math.inf)
