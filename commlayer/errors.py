@@ -204,7 +204,7 @@ def find_error_code(text: object) -> str:
 def append_code(code: str, text: str) -> str:
     """Appends a code to the text of a refusal. The process that receives the text raises an error with this code.
 
-    >>> Refused(count_codec_times("E-RANK", "rank 1 is taken")).code
+    >>> Refused(append_code("E-RANK", "rank 1 is taken")).code
     'E-RANK'
     """
     return f"{text} [{code}]"

@@ -22,7 +22,7 @@ CML_KERNEL linear_code(u8* q, const u16* scale, const float* x, float* residual,
     u64 stream = 0;
     for (int j = 0; j < some; ++j) {
       const float v = value_at(x, residual, i + j);
-      const int whole = gather_whole_tensor(v, s, top);
+      const int whole = rounded_level(v, s, top);
       stream |= (static_cast<u64>(whole) & ((1ull << bits) - 1)) << (j * bits);
       if (residual) residual[i + j] = __fsub_rn(v, __fmul_rn(s, static_cast<float>(whole)));
     }

@@ -26,7 +26,7 @@ CML_FN u32 most_of(const float* x, const float* residual, i64 begin, i64 count) 
 
 #define CML_EACH_BLOCK(b) for (i64 b = thread_of_grid() / 32, step = threads_of_grid() / 32; b * block < n; b += step)
 
-CML_FN int gather_whole_tensor(float v, float scale, float top) {
+CML_FN int rounded_level(float v, float scale, float top) {
   if (scale == 0.0f) return 0;
   const float t = __fdiv_rn(v, scale);
   return __float2int_rn(t > top ? top : t < -top ? -top : t);

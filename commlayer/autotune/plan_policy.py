@@ -40,7 +40,7 @@ SLOWER = 0.02
 """All ranks roll back if the time to a loss is longer than under the previous plan by more than this fraction. Medians of so
 few steps differ by as much under one plan, and servers drop their residuals at a roll-back."""
 CLEARLY = 0.25
-"""A trial ends after its first two steps if both lengthen the time to a loss by more than this fraction."""
+"""A trial ends after the two steps that follow its first one if both lengthen the time to a loss by more than this fraction."""
 PLAIN = 0.18
 """The plan without compression is tried if its predicted time to a loss is longer by at most this fraction. In trials it took
 up to 16 % less than predicted. Predictions are least accurate for paths (server, all-reduce) unlike the measured one. Local

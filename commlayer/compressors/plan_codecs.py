@@ -2,8 +2,7 @@
 
 parse() creates a codec from its name, and make_codec() from a plan's bucket. TwoWay uses one codec for uploads and another for
 downloads. runs_on() is True if a codec has kernels for a device. sparse_result_codec() returns the codec that reads results as
-entries.
-is_summable() and is_separable() tell how payloads can be summed without a server.
+entries. is_summable() and is_separable() tell how payloads can be summed without a server.
 """
 
 from __future__ import annotations

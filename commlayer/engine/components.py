@@ -1,8 +1,7 @@
 """Defines the components of a session: the parts that are called at each step, and when plan or members of the job change.
 
 Components communicate with those of other ranks, so all ranks call them in the same order. The order depends only on
-`ComponentOrder`,
-not on the time at which a component was added.
+`ComponentOrder`, not on the time at which a component was added.
 
 Components that only observe steps must not end training. `Components` reports the first error of each with its traceback, and
 calls the component again after the next step, because other ranks may wait for its messages. An error of those that find lost
@@ -151,10 +150,11 @@ class Components:
 
     def _of_all(self, method: str) -> list[tuple[Component, Callable[..., Any]]]:
         """Returns the components that have this method. Those that are added or removed meanwhile change the next list."""
-        if (found := self._methods.get(method)) is None:
+        methods = self._methods  # before `_all`, so that no other thread finds the methods of former components
+        if (found := methods.get(method)) is None:
             pairs = [(each, getattr(each, method)) for each in self._all]
             found = [pair for pair in pairs if getattr(pair[1], "__func__", None) is not getattr(Component, method)]
-            self._methods[method] = found
+            methods[method] = found
         return found
 
     def reads_sums(self) -> bool:

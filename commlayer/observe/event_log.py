@@ -36,8 +36,7 @@ class EventLog:
     def __init__(self, rank: int = COORDINATOR, *, most: int = 1024, most_nbytes: int = 1 << 20, retains: bool = False,
                  clock: Callable[[], float] = time.time) -> None:
         """`rank`: put into events that have no time yet. `retains`: keeps the last event of each key (replacement_key) when it
-        would be
-        dropped, so a new reader still gets the complete state of the job."""
+        would be dropped, so a new reader still gets the complete state of the job."""
         self.rank, self.id = rank, secrets.token_hex(8)
         self._most, self._most_nbytes, self._retains, self._clock = most, most_nbytes, retains, clock
         self._lock = threading.Lock()

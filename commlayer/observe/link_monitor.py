@@ -31,7 +31,7 @@ LONGER = 1.25
 """Factor by which a step must be longer than usual to count as slow. It is smaller than FACTOR, since the computing part of a
 step does not become longer."""
 UNUSUAL = 4.0
-"""Factor in place of FACTOR and LONGER before usual values are known. Predictions are within it of what steps take."""
+"""Factor that replaces FACTOR and LONGER before usual values are known, because predictions may be off by almost as much."""
 EXPLAINED = 0.5
 """Fraction of a step's delay that slower links must explain. This much of the delay must be waiting on all ranks, and the link
 must have been busy this much longer: a shortage of CPU time slows transfers, too."""

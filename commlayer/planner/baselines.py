@@ -376,7 +376,7 @@ def with_link_rate(cluster: Cluster, bps: float) -> Cluster:
 
 
 def _clusters_with_more_nodes(cluster: Cluster, added: Sequence[Node]) -> list[tuple[str, float, Cluster]]:
-    """Yields the cluster, then the cluster with one more of these nodes at a time."""
+    """Returns the cluster, then the cluster with one more of these nodes at a time."""
     grown = [("unchanged", cluster)] + [
         (f"+ {node.device} {rate_text(node.link.up_bps)} up", structs.replace(cluster, nodes=(*cluster.nodes, *added[: n + 1])))
         for n, node in enumerate(added)]

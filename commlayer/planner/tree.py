@@ -178,8 +178,8 @@ def usable_paths(
 
 
 def path_problems(path: Path, cluster: Cluster | None = None) -> list[str]:
-    """Yields one line for each violation of the grammar. If there is none, yields one line for each rule of the cluster that
-    the path violates."""
+    """Returns a line about the first violation of the grammar. If there is none, returns a line for each rule of the cluster
+    that the path violates."""
     if path not in _every():
         return [_first_wrong(path)]
     return [] if cluster is None else list(_cluster_breaks(path, cluster))

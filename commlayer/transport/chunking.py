@@ -80,7 +80,7 @@ class Assembly:
         self._unfinished_nbytes = sum(len(body.room) + OVERHEAD_NBYTES for body in self._former.values())
 
     @property
-    def at_frame_boundary(self) -> bool:
+    def at_message_boundary(self) -> bool:
         """True: no body is partly received."""
         return not self._stack
 

@@ -437,7 +437,7 @@ class Connection:
                 n = self._sock.recv_into(self._reader.wanted())
                 TRAFFIC.add(0, n)
                 if n == 0:
-                    between = self._reader.at_frame_boundary and self._assembly.at_frame_boundary
+                    between = self._reader.at_frame_boundary and self._assembly.at_message_boundary
                     how = "connection closed" + ("" if between else " in the middle of a frame")
                     self._end_lost(PeerLost(how + self._name, peer=peer_name(self.peer)), closed_by_peer(self._sock))
                     return

@@ -115,7 +115,7 @@ Key = tuple[int, int, int, int, int, int]
 
 
 def key(h: Header) -> Key:
-    """Returns the header fields by which receives and messages match. The fields identify a contribution except for its
+    """Returns the header fields by which requests and answers match. The fields identify a contribution except for its
     sender."""
     return (h.kind, h.generation, h.step, h.bucket, h.part, h.round)
 

@@ -565,7 +565,7 @@ def test_silence_of_a_stopped_coordinator_is_logged_once(
 @pytest.mark.parametrize("alive", [True, False])
 def test_server_whose_data_arrive_outlives_coordinator_replies(alive: bool) -> None:
     epoch = Epoch(1, (), (ServerInfo(0, "127.0.0.1:7001", 0, colocated=True),), "")
-    carrier = SimpleNamespace(heard_since=lambda since_s: ("server 0",) if alive else (), missed=tuple)
+    carrier = SimpleNamespace(heard_since=lambda since_s: ("server 0",) if alive else (), disconnected_peers=tuple)
     failures = Failures()
     link: Any = SimpleNamespace(_membership=SimpleNamespace(epoch=epoch), _carrier=carrier, _config=quick(), embedded=True,
                                 _on_death=failures)

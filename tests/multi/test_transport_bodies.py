@@ -91,7 +91,7 @@ def test_interleaved_bodies_arrive_complete_and_in_order() -> None:
     assert [f.header.bucket for f in got] == [7, 3, 2, 1]
     assert [bytes(f.body) for f in got[1:]] == [more, urgent, bulk]
     assert [f.header for f in got[1:]] == [MORE, URGENT, BULK]
-    assert end.assembly.at_frame_boundary
+    assert end.assembly.at_message_boundary
 
 
 @pytest.mark.parametrize(("frames", "words"), [

@@ -243,3 +243,14 @@ def test_limit_of_local_steps_only_truncates_the_search(bps: float, optimizer: s
     assert limited(500) == limited(256)
     assert limited(9999) == limited(MOST_LOCAL_STEPS) == free
     assert bps > 1e6 or free.local_steps > 64, "beyond what was measured"
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+@pytest.mark.parametrize("most", [1, 2, 0])
+def test_plans_found_with_everything_allowed_obey_the_rules(optimizer: str, most: int) -> None:
+    for bps, forward in itertools.product((4e6, 1e8, 4e8, 1e10), (False, True)):
+        machines = at(bps)
+        policy = structs.replace(FREE, optimizer=optimizer, max_local_steps=most, staleness=True, forward=forward)
+        result = plan(toy_job(), machines, structs.replace(learnt(machines), learning=shipped_rows()), policy)
+        assert verify(result, toy_job()) == []
+        assert result.local_steps <= (most or MOST_LOCAL_STEPS)

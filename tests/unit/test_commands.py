@@ -260,6 +260,14 @@ def test_wrong_arguments_are_one_line_with_a_code(commlayer, arguments: tuple[st
     assert re.fullmatch(rf"commlayer: .*{re.escape(what)}.*`commlayer{page} --help` \[E-CLI-OPTION\]\n", errors)
 
 
+@pytest.mark.parametrize("arguments", [(), ("keys",), ("plan",)])
+def test_command_without_arguments_lists_its_subcommands(commlayer, arguments: tuple[str, ...]) -> None:
+    code, out, errors = commlayer(*arguments)
+    assert code == 2
+    assert errors == ""
+    assert "Commands" in out
+
+
 def test_generated_cluster_file_can_be_planned_with(commlayer) -> None:
     assert commlayer("plan", "init")[0] == 0
     assert commlayer("estimate", "lstm", "--cluster", "cluster.toml")[0] == 0

@@ -89,13 +89,13 @@ def test_kill_loses_no_written_entry(room: bool, tmp_path: Path) -> None:
 import os, signal
 from commlayer.cluster.membership.coordinator_journal import *
 from commlayer.cluster.membership import sites
-from commlayer.cluster.membership.kv_store import Row
+from commlayer.cluster.membership.kv_store import StoreRow
 from commlayer.transport.handshake import RefusalLog
 journal = CoordinatorJournal({str(tmp_path)!r})
 journal.begin(sites.Sites(2, meeting="m"), {{}})
 journal.write(CoordinatorRecord("127.0.0.1:1", "secret", State(2, 1)))
 for number in range(1000):
-    journal.write_row((f"{{number % 10}}", 0), Row(bytes(1000) + str(number).encode(), 1))
+    journal.write_row((f"{{number % 10}}", 0), StoreRow(bytes(1000) + str(number).encode(), 1))
 os.kill(os.getpid(), signal.SIGKILL)
 """
     assert subprocess.run([sys.executable, "-c", program], check=False, timeout=60).returncode == -9

@@ -227,7 +227,7 @@ class HeartbeatReply(Record, frozen=True):
     dead: str = ""
     """Why the coordinator has declared the sender itself dead; "" if it has not."""
     silent: bool = False
-    """True: because heartbeats of the sender, or of its site, stopped. The named peer may have done nothing wrong."""
+    """True: because heartbeats of the sender, or of its site, stopped. The sender may have done nothing wrong."""
     failed: tuple[PeerExit, ...] = ()
     departed: tuple[PeerExit, ...] = ()
     job_done: bool = False

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import secrets
 import socket
 import threading
@@ -99,9 +100,12 @@ class Coordinator:
                 raise InvalidInput("E-SETTING", f"{what}: got {count}, allowed: 0 to {SERVER_BASE}")
         self.over, self._empty = ended or threading.Event(), threading.Event()
         self._journal, self._embedded = journal, embedded
+        self._resumed_s = -math.inf
+        """When this coordinator resumed its job, by time.monotonic(); minus infinity if it began the job."""
         self.events = JobEvents(events or log_of_job())
         if journal is not None and journal.recovered is not None:
-            self._state = resumed_state(journal.recovered, time.monotonic())
+            self._resumed_s = time.monotonic()
+            self._state = resumed_state(journal.recovered, self._resumed_s)
             log.warning("journal: resumed a running job of %d workers; to start another job, remove %s",
                         len(self._state.epoch.members) if self._state.epoch else self._state.workers, config.journal)
         else:
@@ -239,11 +243,12 @@ class Coordinator:
         return reply
 
     def _end_departed(self, *, finished: bool = False) -> None:
-        """Evicts the workers of sites that have left. `finished`: True: they have finished."""
+        """Evicts the workers of sites that have left. `finished`: True: those that this coordinator never heard from have
+        finished."""
         with self._lock:
             state, why = self._state, self._rendezvous.left
             for token, place in state.registrations.items() if finished else ():
-                if place.join.kind == "worker" and place.rank in why:
+                if place.join.kind == "worker" and place.rank in why and place.seen_s <= self._resumed_s:
                     state = membership.leave(state, token, messages.FINISHED)
             self._set(membership.evict_workers(state, why))
 

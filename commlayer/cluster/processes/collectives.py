@@ -17,6 +17,7 @@ import torch.distributed as dist
 from commlayer.cluster.processes.bounded_calls import PendingCollective, torch_errors
 from commlayer.cluster.processes.channels import Channel, node_ranks
 from commlayer.cluster.processes.process_groups import Members, rows_of_all
+from commlayer.cluster.processes.relayed_group import ERROR_NOTICE_S
 from commlayer.errors import CommError, CorruptFrame, InvalidInput, check_nbytes, short_line
 from commlayer.observe.events import WaitKind
 from commlayer.records import MALFORMED, complete
@@ -165,17 +166,19 @@ class Groups:
         `most_nbytes`: largest size in this job, above which all ranks raise CommError. `what`: what is sent, for that error.
         `nbytes`: the size that rank `source` named before; None: it is broadcast first. Each piece has a deadline.
         """
+        # The collective's own error comes first, because it names the missing ranks.
+        limit_s = self.waits_s + self._patience_s + ERROR_NOTICE_S
         with self.waits(f"broadcast from rank {source}"):
             if nbytes is None:
                 size = torch.tensor([len(data)], dtype=torch.int64, device=self.device)
-                self.broadcast_all(size, source).wait(time.monotonic() + self.waits_s)
+                self.broadcast_all(size, source).wait(time.monotonic() + limit_s)
                 nbytes = int(size.item())
             self.check_nbytes(nbytes, most_nbytes, what, source)
             body = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
             if self.rank == source and data:
                 body.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
             for piece in body.split(PIECE_NBYTES) if nbytes else ():
-                self.broadcast_all(piece, source).wait(time.monotonic() + self.waits_s)
+                self.broadcast_all(piece, source).wait(time.monotonic() + limit_s)
         return body.cpu().numpy().tobytes()
 
     def check_nbytes(self, nbytes: int, most_nbytes: int, what: str, rank: int) -> int:

@@ -15,12 +15,13 @@ from commlayer.cluster.membership import client
 from commlayer.cluster.membership.client import Membership, OnEpoch
 from commlayer.cluster.processes.child_processes import EmbeddedServer
 from commlayer.cluster.servers.dialing import NOTE_AFTER_S, make_dial
-from commlayer.cluster.servers.summation_server import Joins, Stalled
+from commlayer.cluster.servers.summation_server import Joins, read_stalled
 from commlayer.config import Config, broken_after_s, reconnect_window_s
 from commlayer.errors import CommError, CorruptFrame, InvalidInput, PeerLost
 from commlayer.records import Epoch, ServerInfo, group_by_site
 from commlayer.transport.connection import SizeLimits
 from commlayer.transport.endpoint import Settings, StreamTransport
+from commlayer.transport.framing import DEFAULT_MAX_NBYTES
 from commlayer.transport.handshake import Hello
 from commlayer.transport.keys.key_folder import Keys
 from commlayer.transport.keys.secret import new_nonce
@@ -73,9 +74,10 @@ class WorkerClient:
         self.transport.arrived = self._on_message
         self.membership.report.fields = lambda: {"missed": self._carrier.disconnected_peers()}
 
-    def limit_kept(self, nbytes: int) -> None:
-        """Sets the largest size of all partly received bodies of a server together."""
-        self._carrier.limits = SizeLimits(unfinished_nbytes=nbytes)
+    def limit_bodies(self, nbytes: int) -> None:
+        """Sets the largest size of a result, and of all partly received bodies of a server together."""
+        by_kind = dict.fromkeys(Kind, DEFAULT_MAX_NBYTES) | {Kind.RESULT: nbytes, Kind.FOLLOWED: nbytes}
+        self._carrier.limits = SizeLimits(by_kind, nbytes)
 
     def dial(self, deadline: float) -> None:
         """Connects to every server of the epoch. Leaves the job if that fails."""
@@ -148,7 +150,7 @@ class WorkerClient:
             raise CorruptFrame(f"sent a {KIND_NAMES[message.header.kind]} message, which a worker does not accept", peer=server)
         if message.header.generation != self._generation:
             return
-        report = messages.unpack(message.body, Stalled, server, "a STALLED frame")
+        report = read_stalled(message)
         if report.failed:
             self._fail(CommError(report.failed, peer=server, step=report.step, bucket=report.bucket))
             return

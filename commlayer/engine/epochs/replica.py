@@ -161,15 +161,13 @@ class Replica:
 
     def remaining_state(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Returns the part of a result of `state_for_joiner` that a worker still needs after it has received and followed an
-        earlier one.
-        The moments of its optimizer may be older, because each rank has its own."""
+        earlier one. The moments of its optimizer may be older, because each rank has its own."""
         return {name: t for name, t in state.items()
                 if not name.startswith(("parameter.", VELOCITY)) and not (name.startswith(STATE) and t.numel() > 1)}
 
     def encoded(self, state: Mapping[str, torch.Tensor], *, apart: bool) -> tuple[bytes, bytes]:
         """Encodes a result of `state_for_joiner`: what only this rank gives, and what is equal on all ranks. `apart`: True if
-        the
-        optimizers of ranks have different states."""
+        the optimizers of ranks have different states."""
         own = {name for name in state if name.startswith((HEAD, BUFFER, *([STATE] if apart else [])))}
         parts = [{name: on_host(t) for name, t in state.items() if (name in own) == mine} for mine in (True, False)]
         data = [safetensors.torch.save(part) for part in parts]
@@ -293,8 +291,7 @@ class Replica:
         self, rest: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor], starts: Sequence[torch.Tensor],
         velocity: Sequence[torch.Tensor | None],
     ) -> dict[str, torch.Tensor]:
-        """Returns a complete state: `remaining_state`, which was received last, and what it lacks from the snapshot received
-        before
+        """Returns a complete state: `rest`, which was received last, and what it lacks from the snapshot received before
         (`tensors`), with the weights and momentum that followed from it (`starts`, `velocity`)."""
         kept = {name: t for name, t in tensors.items() if name.startswith(("parameter.", STATE))}
         kept |= {f"parameter.{name}": start for name, start in zip(self._names_of_trained(), starts, strict=True)}

@@ -137,8 +137,7 @@ class StateRelay:
 
         `rank`: number of this rank. `limit_s`: longest wait for others, in seconds; the coordinator receives this limit.
         `continue_wait_s`: further seconds in which the coordinator decides whether missing members are lost. `most_nbytes`:
-        largest
-        state that this rank receives or waits for."""
+        largest state that this rank receives or waits for."""
         self._newest, self._rank, self._most_nbytes = newest, rank, most_nbytes
         self._first, self._name, self._check_wait = epoch.members[0].rank, name, check
         self._partners = {rank, self._first}

@@ -399,9 +399,9 @@ class ParameterDrift(Component):
         """Reacts to differences as the setting drift says. `tensors`, `optimizer`: what to copy from rank 0. `later`: True for
         weights of a later step, which are copied even if the optimizer's state cannot be."""
         if self._reaction == "warn":
-            self._context.log_decision(f'{what}. Training continues because drift="warn".')
+            self._context.log_decision(f'{what}{self._remedy}. Training continues because drift="warn".')
             return
-        at, copied = f"step {self._step}: ", "rank 0's state"
+        at, copied = f"step {self._step}: ", "rank 0's state" if optimizer else "rank 0's weights"
         if self._reaction == "end":
             raise CommError(f"{at}{what}{self._remedy}; drift=\"warn\" would continue", code="E-REPLICAS")
         if bad := [name for name in unlike if structural(name)]:

@@ -417,7 +417,7 @@ class DistributedJob(JobContext):
         self.worker = worker
         self.plan = worker.plan
         self.rows.begin(worker.now.generation)
-        self.uplink.limit_kept(max((expected_nbytes(worker.plan, n) for n in range(worker.plan.servers)), default=0))
+        self.uplink.limit_bodies(max(expected_nbytes(worker.plan, n) for n in range(max(1, worker.plan.servers))))
 
         root_cause = self._root_cause
 

@@ -41,8 +41,7 @@ def pieces(tensors: Sequence[torch.Tensor], most_nbytes: int = PIECE_NBYTES) -> 
 
 class Digests:
     """Digests of tensors on one device, over the pieces added since the last `restart_digests`. The digests compare bits: -0.0
-    differs
-    from 0.0, and equal NaNs are equal.
+    differs from 0.0, and equal NaNs are equal.
 
     On a CPU, a digest is a CRC-32C over the bytes. A CRC on a GPU would wait for copies, so the GPU sums the elements' bits by
     row and by column, with odd weights. Two changes that cancel in a plain sum do not cancel under these weights.

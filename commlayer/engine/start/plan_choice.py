@@ -109,7 +109,7 @@ def default_fragment_count(requested: RequestedModes, nbytes: int) -> int:
 
 def basis(plan: Any, tell: Tell) -> Basis | None:
     """Reads the inputs file of a plan file: the measurements from which the plan was made. If reading fails, reports the error
-    through `exchange_bytes` and returns None: training does not need the inputs."""
+    with `tell` and returns None: training does not need the inputs."""
     try:
         return plan_file.read_plan_basis(plan)
     except ValueError as error:
@@ -119,7 +119,7 @@ def basis(plan: Any, tell: Tell) -> Basis | None:
 
 def with_server_nodes(plan: Plan, made_from: Basis | None, nodes: int, tell: Tell) -> Plan:
     """Returns the plan with its servers on the nodes that the plan names, if servers can be started on these nodes. Otherwise
-    reports the reason through `exchange_bytes`."""
+    reports the reason with `tell`."""
     for line in uncompressed_notices(plan):
         tell(line)
     planned = sum(1 for node in made_from.inputs.cluster.nodes if node.ranks) if made_from else nodes

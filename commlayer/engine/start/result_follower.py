@@ -95,13 +95,12 @@ class _Stream:
     def take(self, step: int, deadline: float) -> Message:
         """Waits for the result of a step, and returns it. Earlier ones are dropped."""
         with self._arrived:
-            self.check()
             while step not in self._answers:
+                self.check()
                 if (left_s := deadline - time.monotonic()) <= 0:
                     raise DeadlineExceeded("sent no result of the bucket before the deadline", peer=peer_name(
                         SERVER_BASE + self._server), step=step, bucket=self._header.bucket)
                 self._arrived.wait(min(left_s, CHECK_S))
-                self.check()
             self._answers = {number: answer for number, answer in self._answers.items() if number >= step}
             return self._answers.pop(step).message()
 

@@ -190,8 +190,7 @@ class StepLoop(Component):
 
     def observe(self, *, between: bool = True) -> None:
         """Runs the components after averages are written; one of them might switch to another plan.
-        `continue_without_departed`: True if no
-        forward pass has run since then."""
+        `between`: True if no forward pass has run since then."""
         def skip(took_s: float) -> None:  # the time of components does not count as compute
             self.context.observed_s += took_s
             self.worker.recorder.skip(took_s)

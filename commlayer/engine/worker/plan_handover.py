@@ -26,9 +26,8 @@ def hand_over(
 ) -> None:
     """Makes worker `after` continue where `before` stopped, with the residuals of `before`.
 
-    `gradient_effect`: see OptimizerMemory.effect. `rate`: the learning rate. `world`: present number of workers; 0: that with
-    which the
-    job began. `pending`: gradients that are pending under local steps.
+    `effect`: see OptimizerMemory.effect. `rate`: the learning rate. `world`: present number of workers; 0: that with
+    which the job began. `pending`: gradients that are pending under local steps.
     """
     after.now.number, after.now.joined = before.step, before.now.joined
     after.units.take(before.units)

@@ -112,7 +112,11 @@ class JobFeed:
                     number, ended, record = self._number, self._closed, self._record
                     # Curves that were merged or that belong to another run are sent as a whole.
                     whole = curve is not record.curves.points
-                    update = self._message(0 if whole else notable, 0 if whole else points, whole=whole)
+                    try:
+                        update = self._message(0 if whole else notable, 0 if whole else points, whole=whole)
+                    except Exception:
+                        log.exception("the page of the job cannot show its state")
+                        continue
                     notable, points, curve = record.notable, len(record.curves.points), record.curves.points
                 yield update
         finally:

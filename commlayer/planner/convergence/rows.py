@@ -145,11 +145,11 @@ def excess(rows: tuple[LearningRow, ...], codec: str, recipe: Recipe = Recipe())
     """Convergence cost of exchanging with `codec`, spelled as in plans. Zero if there are no rows."""
     if not rows:
         return NONE
-    if id(rows) not in _KNOWN:
+    if (costs := _KNOWN.get(id(rows))) is None:
         if len(_KNOWN) == MOST_KNOWN:
             _KNOWN.clear()
-        _KNOWN[id(rows)] = _Costs(rows)
-    return _KNOWN[id(rows)].look(codec, recipe)
+        costs = _KNOWN[id(rows)] = _Costs(rows)
+    return costs.look(codec, recipe)
 
 
 class _Costs:
