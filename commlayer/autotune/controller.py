@@ -202,7 +202,7 @@ class TuningController(Component):
         except CommError:
             raise
         except Exception:  # all ranks raise this error together: an action of all ranks fails on all of them or on none
-            self._pause()
+            self._pause_tuning()
             raise
         self._raise_failure()
 
@@ -265,12 +265,12 @@ class TuningController(Component):
     def _pauses(self, rows: Sequence[TuningReport]) -> bool:
         """Pauses automatic changes on all ranks, if decisions have failed on one of them. Returns whether they have."""
         if failed := [self._context.called(rank) for rank, row in enumerate(rows) if row.failed]:
-            self._pause()
+            self._pause_tuning()
             self._log_decision(f"automatic changes pause after an error on {', '.join(failed)}: the current plan stays",
                                logging.WARNING)
         return bool(failed)
 
-    def _pause(self) -> None:
+    def _pause_tuning(self) -> None:
         self.paused = True
         self.end()
 

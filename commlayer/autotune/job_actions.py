@@ -107,7 +107,7 @@ class JobActions:
         self._asked_at = -math.inf
         self._asking: threading.Thread | None = None
 
-    def count_traffic(self) -> InterfaceCounters | None:
+    def start_traffic_meter(self) -> InterfaceCounters | None:
         """Starts reading this node's interface counters, on the node's first rank, if the system has them."""
         self._meter = make_traffic_meter(self._context)
         if self._meter is not None:

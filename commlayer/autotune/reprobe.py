@@ -22,9 +22,9 @@ class ReprobeSchedule(Record, frozen=True):
     """Schedule of link probes, as an immutable value: each event returns the next schedule.
 
     A plan for a slow link sends little, so a recovered link is visible only in faster steps. A probe follows soon after such a
-    hint. Without a hint, links are probed at growing intervals, unless traffic confirms their rates: first those links that
-    were faster before. Later all links are probed, since an earlier measurement may have been disturbed. A probe stops training
-    on all ranks, so it waits until a faster link could have saved as much time as the probe takes.
+    hint. Without a hint, links are probed at growing intervals, unless traffic confirms their rates. The first probes need a
+    link that was faster before. Later probes need none, since an earlier measurement may have been disturbed. A probe stops
+    training on all ranks, so it waits until a faster link could have saved as much time as the probe takes.
     """
 
     since_s: float = math.inf

@@ -65,7 +65,7 @@ def _start_controller(context: DistributedJob, config: Config) -> TuningControll
                              "averaged; pass sync=LocalSteps(..., outer=OuterSGD()) for local steps")
     actions, reports = JobActions(context), Reports(context.rows.section("measured times"))
     if plans:
-        reports.meter = actions.count_traffic()
+        reports.meter = actions.start_traffic_meter()
     controller = TuningController(context, actions, reports, guard, plans=plans)
     controller.start()
     context.components.add(controller)

@@ -42,7 +42,7 @@ class JobInspection(Protocol):
     def followers(self) -> dict[str, Callable[[], str]]: ...
 
     @property
-    def joined_state(self) -> dict[str, str]: ...
+    def received_follower_states(self) -> dict[str, str]: ...
 
 
 class TrainingSession(Protocol):
@@ -125,11 +125,11 @@ class StepAssignment:
         self.pending = False
 
 
-def split(samples: int, cap: int) -> list[int]:
+def micro_batch_sizes(samples: int, cap: int) -> list[int]:
     """Returns the sizes of the micro-batches into which `samples` are split: as few as the cap allows (0: no cap), as equal as
     possible.
 
-    >>> split(10, 4)
+    >>> micro_batch_sizes(10, 4)
     [4, 3, 3]
     """
     parts = -(-samples // cap) if cap else 1
@@ -144,7 +144,7 @@ def drawn_batches(
     if not own:
         yield DrawnBatch(step, 0, 1, True, len(nothing)), nothing
         return
-    start, sizes = 0, split(len(own), cap)
+    start, sizes = 0, micro_batch_sizes(len(own), cap)
     for i, samples in enumerate(sizes):
         # Repeat every sample equally often in a batch that is too small: this keeps the mean.
         repeats = -(-least // samples)

@@ -35,7 +35,7 @@ def merged(ranges: Iterable[Range]) -> list[Range]:
     return result
 
 
-def size(ranges: Iterable[Range]) -> int:
+def count_samples(ranges: Iterable[Range]) -> int:
     return sum(stop - start for start, stop in ranges)
 
 
@@ -61,7 +61,7 @@ class ConsumedLog:
     @property
     def left(self) -> int:
         """Number of positions not assigned yet."""
-        return size(self._left)
+        return count_samples(self._left)
 
     @property
     def done(self) -> list[Range]:
@@ -94,7 +94,7 @@ class ConsumedLog:
         """Takes back the positions that a lost worker was assigned from `from_step` on. Returns their number."""
         ranges = [given.pop(worker, []) for step, given in self.open.items() if step >= from_step]
         self._put_back(ranges)
-        return sum(map(size, ranges))
+        return sum(map(count_samples, ranges))
 
     def renumber(self, number: Callable[[int], int]) -> None:
         """Renumbers the workers. `number` maps each old number to a new one, no two to the same."""

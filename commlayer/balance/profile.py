@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 
-from commlayer.balance.assignment import split
+from commlayer.balance.assignment import micro_batch_sizes
 from commlayer.balance.balancer import Decision, Note, straggler_effect
 from commlayer.balance.share_solver import solve
 from commlayer.balance.time_models import (
@@ -143,7 +143,7 @@ def initial_shares(
     before_s = times_of_shares(models, [before.get(worker, 0) for worker in range(len(profiles))], room)
     decision = Decision(step, step, shares, "the profile", max(before_s, default=math.inf),
                         max(times_of_shares(models, shares, room)), straggler_effect(before_s))
-    at = [max(split(share, cap), default=1) for share, cap in zip(shares, room, strict=True)]
+    at = [max(micro_batch_sizes(share, cap), default=1) for share, cap in zip(shares, room, strict=True)]
     lines = tuple(_local_line(measured, batch) for measured, batch in zip(points, at, strict=True))
     return InitialShares(decision, lines, tuple(invalid))
 

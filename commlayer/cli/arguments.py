@@ -56,7 +56,7 @@ def _with_batch_size(job: Job, batch: int | None, file: str) -> Job:
     return job if batch is None else structs.replace(job, batch=batch)
 
 
-def with_noise(job: Job, noise_scale: float | None) -> Job:
+def with_noise_scale(job: Job, noise_scale: float | None) -> Job:
     """The job with the gradient noise scale from the command line, if the user set one."""
     if noise_scale is None:
         return job

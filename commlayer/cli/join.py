@@ -18,7 +18,7 @@ from typer.core import TyperCommand
 
 from commlayer.cli.doctor import examine
 from commlayer.cli.options import Insecure, Keys, config_from_options, config_with_secret, fetched_keys, parse_line, stored_keys
-from commlayer.cli.pauses import PAUSED, IfBusy, Monthly, Pauses, UploadShare, Watts, When, limited_power, systemd_unit
+from commlayer.cli.pauses import PAUSED, IfBusy, Monthly, PauseRules, UploadShare, Watts, When, limited_power, systemd_unit
 from commlayer.cluster.keys import home_keys
 from commlayer.cluster.keys.home_keys import HomeLine
 from commlayer.config import JOIN_AGAIN, Config, Launch, home_environment, leave_reason_file
@@ -70,7 +70,7 @@ def join(
         raise typer.BadParameter("give the training script, or --check", param_hint="'SCRIPT'")
     if not script.is_file():  # before the token is used
         raise InvalidInput("E-CLI-OPTION", f"{script}: no such file; allowed: a script of Python")
-    pauses = Pauses(when, if_busy=pause_if_busy, caps=parse_caps(monthly, upload_share))
+    pauses = PauseRules(when, if_busy=pause_if_busy, caps=parse_caps(monthly, upload_share))
     if home_keys.is_invitation(address):
         home = parse_line(address, keys)
         keys, address = str(fetched_keys(home, _log)), home.address
@@ -99,7 +99,7 @@ def join(
 
 
 def _train(config: Config, line: Sequence[str], nproc_per_node: int, node_rank: int, wait: float, answer_s: float,
-           settings: Mapping[str, str], pauses: Pauses) -> int:
+           settings: Mapping[str, str], pauses: PauseRules) -> int:
     """Joins one job with all workers of this home. `wait`, `answer_s`: see SiteLease.meet. Returns the exit code of the first
     worker that failed, or 0; PAUSED if this home pauses."""
     # Imported late: these load grpc, which --help does not need.
@@ -182,7 +182,7 @@ def _start(line: Sequence[str], home: str, reply: Any, local: int, workers: int,
     return subprocess.Popen(command, env=home_environment(mine, reply.nodes, settings), start_new_session=True)
 
 
-def _wait(children: Sequence[Child], lease: SiteLease, pauses: Pauses, *, may_leave: bool) -> tuple[int, str]:
+def _wait(children: Sequence[Child], lease: SiteLease, pauses: PauseRules, *, may_leave: bool) -> tuple[int, str]:
     """Waits for all workers. Returns the exit code of the first failure (130 after Ctrl-C, PAUSED) and the reason for log
     lines. `may_leave`: whether the job continues without a home."""
     code, reason, until = 0, "finished", 0.0

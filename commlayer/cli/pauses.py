@@ -78,13 +78,13 @@ class MachineUse(NamedTuple):
     """True: the machine counts as used."""
 
     def after_look(self, what: str, now: float) -> MachineUse:
-        """Returns the state after a look at `now` that has found the use `what`; "" for none."""
+        """Returns whether the machine counts as used after a check at the time `now`. `what`: the use that was found, or ""."""
         since_s = self.since_s if self.since_s and bool(what) == self.used else now
         long = now - since_s >= (BUSY_S if what else QUIET_S)
         return MachineUse(what or self.what, since_s, bool(what), bool(what) if long else self.counts)
 
 
-class Pauses:
+class PauseRules:
     """Decides whether this home trains."""
 
     def __init__(self, when: str, *, if_busy: bool, caps: Caps = Caps()) -> None:

@@ -134,7 +134,7 @@ class Codec(msgspec.Struct, frozen=True):
         return {}
 
     def init_server(self, spec: Spec) -> State:
-        """Creates the server's state before the first step."""
+        """Creates the codec's state on a summation server before the first step."""
         return self.init(spec)
 
     def start(self, x: Array, state: State, out: Out) -> int:

@@ -3,7 +3,7 @@
 from commlayer.config.addresses import host_port as host_port
 from commlayer.config.addresses import is_loopback as is_loopback
 from commlayer.config.addresses import join_host as join_host
-from commlayer.config.addresses import reached_at as reached_at
+from commlayer.config.addresses import reachable_address as reachable_address
 from commlayer.config.addresses import split_port as split_port
 from commlayer.config.environment import JOIN_AGAIN as JOIN_AGAIN
 from commlayer.config.environment import Launch as Launch

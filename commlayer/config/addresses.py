@@ -35,7 +35,7 @@ def split_port(text: str, name: str) -> tuple[str, int]:
         raise RecordError("E-ADDRESS", f"{name}: {without_code(error)}") from None
 
 
-def reached_at(advertise: str, bind: str, port: int) -> str:
+def reachable_address(advertise: str, bind: str, port: int) -> str:
     """Returns the address at which other machines reach `port`. `advertise`: may have the port of a tunnel, which forwards to
     `port`."""
     host, forwarded = split_port(advertise or bind, "advertise")

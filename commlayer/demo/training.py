@@ -193,9 +193,9 @@ def evaluate(gpt: GPT, rows: torch.Tensor, session: commlayer.Session | None) ->
 class RelayAddresses(Store):
     """The store of torch's process group. It gives Gloo the relay's addresses in place of those of the other ranks.
 
-    Of two ranks, Gloo's one with the larger address connects to the other one; it compares hosts, then ports as numbers of the
-    machine. The rank with the larger number must find itself to be the larger, so its relays have small numbers as ports; the
-    other one gets a large host, to which it never connects.
+    Of two ranks, the one with the larger address connects to the other. Gloo compares hosts first, then ports as numbers in the
+    machine's byte order. The rank with the larger number must have the larger address, so its relays get small port numbers.
+    The other rank gets the address of a large host, to which it never connects.
     """
 
     def __init__(self, worker: DemoWorker) -> None:

@@ -77,7 +77,7 @@ class Doctor:
         # A worker that joins a server has no process group across machines.
         peer, config = self._hosts["server"] or self._hosts["master"], self.config
         one_machine = self.launch.world <= self.launch.local_world and (not peer or is_loopback(peer))
-        named = network.resolve(name) if (name := self._hosts[network.ADVERTISED]) else ()
+        named = network.lookup_addresses(name) if (name := self._hosts[network.ADVERTISED]) else ()
         return network.check_addresses(network.own_addresses(peer), config.bind, launcher_variable("GLOO_SOCKET_IFNAME"),
                                        alone=bool(config.join) or one_machine,
                                        advertise=() if isinstance(named, str) else named)
@@ -85,7 +85,7 @@ class Doctor:
     def names(self) -> Iterator[Finding]:
         for role, name in self._hosts.items():
             if name:
-                yield from network.check_name(role, name, network.resolve(name))
+                yield from network.check_name(role, name, network.lookup_addresses(name))
 
     def port(self) -> Iterator[Finding]:
         host, number, joined = self.config.bind, self.config.port, self.config.join

@@ -99,7 +99,7 @@ def check_file_limits(soft: float, hard: float) -> Finding:
 def check_shared_memory(path: Path = Path("/dev/shm")) -> Finding:
     """Checks shared memory: DataLoader workers pass batches in it, and NCCL uses it inside a machine."""
     free = free_space(path) if path.exists() else "no such folder"
-    seen = f"{path}: {free}" if isinstance(free, str) else f"{path}: {size(free)} free"
+    seen = f"{path}: {free}" if isinstance(free, str) else f"{path}: {format_nbytes(free)} free"
     return judge("shm", seen, "docker run --shm-size=8g, or mount -o remount,size=8g /dev/shm: DataLoader workers and NCCL use "
                  "it", doubtful=isinstance(free, str) or free < SMALL_SHARED)
 
@@ -108,7 +108,8 @@ def check_folder(what: str, path: Path, free: int | str) -> Finding:
     """Checks the disk space of a folder. `free`: free bytes, or the reason why the folder cannot be written."""
     if isinstance(free, str):
         return fail("disk", f"{what} {path}: {free}", "choose a folder that this user can write to")
-    return judge("disk", f"{what} {path}: {size(free)} free", "free space, or choose another folder", failed=free < NO_DISK,
+    return judge("disk", f"{what} {path}: {format_nbytes(free)} free", "free space, or choose another folder",
+                 failed=free < NO_DISK,
                  doubtful=free < SMALL_DISK)
 
 
@@ -138,7 +139,8 @@ def check_journal(path: Path, free: int | str, *, present: bool, required: bool)
     if present:
         yield warn("journal", f"{path} contains the journal of an earlier job, which `commlayer serve` resumes",
                    f"to start another job, delete it: rm -r {path}")
-    yield judge("journal", f"{path}: {size(free)} free, enough for about {free / JOURNAL_NBYTES / 1e6:.0f} M parameters",
+    yield judge("journal",
+                f"{path}: {format_nbytes(free)} free, enough for about {free / JOURNAL_NBYTES / 1e6:.0f} M parameters",
                 "free space: without it a server refuses to serve a larger model, unless journal_required is false" if required
                 else "free space: with too little, a job runs without a journal", failed=required and free < NO_DISK,
                 doubtful=free < SMALL_DISK)
@@ -323,9 +325,9 @@ def check_system(release: str, *, container: bool, serves: bool) -> Iterator[Fin
                    "address")
 
 
-def size(nbytes: float) -> str:
+def format_nbytes(nbytes: float) -> str:
     """
-    >>> size(64 << 20), size(3.5 * (1 << 30))
+    >>> format_nbytes(64 << 20), format_nbytes(3.5 * (1 << 30))
     ('64 MiB', '3.5 GiB')
     """
     return f"{nbytes / MIB:.0f} MiB" if nbytes < GIB else f"{nbytes / GIB:.1f} GiB"

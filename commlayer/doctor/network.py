@@ -224,7 +224,7 @@ def own_interfaces() -> tuple[Interface, ...]:
 def own_addresses(towards: str) -> Addresses:
     """Collects this machine's addresses. `towards`: the host for which the machine's own address is chosen, such as
     MASTER_ADDR."""
-    host, resolves = socket.gethostname(), resolve(socket.gethostname())
+    host, resolves = socket.gethostname(), lookup_addresses(socket.gethostname())
     chosen = own_address.address_to(towards) if towards else own_address.default_address()
     return Addresses(own_interfaces(), towards, chosen, host, () if isinstance(resolves, str) else resolves)
 
@@ -238,7 +238,7 @@ def address_towards(host: str) -> str:
     return next((one for one in f.resolves if one in own), own_address.default_address() or "127.0.0.1")
 
 
-def resolve(name: str) -> tuple[str, ...] | str:
+def lookup_addresses(name: str) -> tuple[str, ...] | str:
     """The addresses of a name, or the lookup's error."""
     try:
         return tuple(dict.fromkeys(str(row[4][0]) for row in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)))

@@ -127,7 +127,7 @@ class CommlayerModelParallelStrategy(_WithSession, ModelParallelStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None]:
-        """Lightning uses it for all micro-batches of a step but the last."""
+        """Gradients are not exchanged inside it. Lightning uses it for all micro-batches of a step but the last."""
         with self.session.no_sync() if self.session is not None else nullcontext():
             yield
 

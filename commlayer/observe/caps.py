@@ -183,7 +183,7 @@ class Month(Record, frozen=True):
         return Month(months, expected, boot_s, doubted_s)
 
 
-def count_traffic(nbytes: int) -> Month:
+def add_to_month(nbytes: int) -> Month:
     """Adds bytes to the count of this user's homes, and returns the count. Several processes may call it at once. Raises
     InvalidInput if the file cannot be used; then nothing was added."""
     path = user_folder() / "traffic.json"

@@ -265,7 +265,7 @@ HALVINGS = 7
 """Number of bisection steps between two swept rates; the break-even rate is then exact to a fraction of a per cent."""
 
 
-class Point(Record, frozen=True):
+class SweepResult(Record, frozen=True):
     """The result for one cluster of a sweep."""
 
     label: str
@@ -310,11 +310,11 @@ class Curve(Record, frozen=True):
     rate)."""
 
     swept: str
-    points: tuple[Point, ...]
+    points: tuple[SweepResult, ...]
     break_even_bps: float | None = None
 
 
-def point(label: str, x: float, question: Question) -> Point:
+def point(label: str, x: float, question: Question) -> SweepResult:
     """Plans for one cluster and compares the plan with its baselines."""
     job, cluster, _, policy = question
     planned, dense = plan(*question), uncompressed_plan(question)
@@ -325,9 +325,9 @@ def point(label: str, x: float, question: Question) -> Point:
         planned = structs.replace(dense, steps=float(planned.steps > 0), steps_high=float(planned.steps > 0))
     batch, plan_s = (job.batch or 0) * cluster.ranks, planned.step_s
     alone_s = sum(one.to_loss_s for one in one_machine(question))
-    return Point(label, x, plan_s, dense.step_s, batch / plan_s if plan_s else 0.0, planned.steps, planned.steps_high,
-                 planned.local_steps, sync_mode(planned), main_codec(planned),
-                 ddp_fp16_s(question), alone_s)
+    return SweepResult(label, x, plan_s, dense.step_s, batch / plan_s if plan_s else 0.0, planned.steps, planned.steps_high,
+                       planned.local_steps, sync_mode(planned), main_codec(planned),
+                       ddp_fp16_s(question), alone_s)
 
 
 def what_if(
@@ -351,7 +351,7 @@ def what_if(
     return Curve(swept[0], points, _break_even(points, question) if swept[0] == "bandwidth" else None)
 
 
-def _break_even(points: Sequence[Point], question: Question) -> float | None:
+def _break_even(points: Sequence[SweepResult], question: Question) -> float | None:
     """Finds by bisection the rate between the fastest swept rate at which compression is faster and the next rate. Returns None
     if compression is faster at all rates or at none."""
     points = sorted(points, key=attrgetter("x"))

@@ -20,6 +20,7 @@ from commlayer.planner.convergence import Recipe
 from commlayer.planner.costs import Excesses, bucket_weights, overlapped_cluster, plan_excess
 from commlayer.planner.data.tables import learning_rows as shipped_rows
 from commlayer.planner.model import Cluster, Policy, Question
+from commlayer.planner.plan_rules import verify
 from commlayer.planner.search import choices
 from commlayer.planner.search.choices import ChoiceSpace, search, uniform
 from commlayer.planner.search.plan_search import MOST_LOCAL_STEPS, PAYS, plan, searched_local_steps

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from commlayer.planner.data.models import SGD_NBYTES, Layers, build, conv, linear, make_layer, weighted
+from commlayer.planner.data.models import SGD_NBYTES, Layers, build, conv, layer_info, linear, weighted
 from commlayer.records import Job
 
 BATCH, PASSES = 2, 4
@@ -42,11 +42,11 @@ def _ugatit_generator(name: str) -> Layers:
     for block in range(1, 5):
         for half in (1, 2):
             yield conv(f"{name}.UpBlock1_{block}.conv{half}", 256, 256, 3, 64)
-            yield make_layer(f"{name}.UpBlock1_{block}.norm{half}", 0.0, rho=(1, 256, 1, 1))
+            yield layer_info(f"{name}.UpBlock1_{block}.norm{half}", 0.0, rho=(1, 256, 1, 1))
     for place, inside, side in ((2, 256, 128), (7, 128, 256)):
         yield conv(f"{name}.UpBlock2.{place}", inside, inside // 2, 3, side)
         norm = (1, inside // 2, 1, 1)
-        yield make_layer(f"{name}.UpBlock2.{place + 1}", 0.0, rho=norm, gamma=norm, beta=norm)
+        yield layer_info(f"{name}.UpBlock2.{place + 1}", 0.0, rho=norm, gamma=norm, beta=norm)
     yield conv(f"{name}.UpBlock2.11", 64, 3, 7, 256)
 
 

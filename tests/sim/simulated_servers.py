@@ -50,7 +50,7 @@ class RecordingOps:
     def begin_anew(self) -> None:
         self._world.problems.append("a residual was lost")
 
-    def worth_giving_back(self, members: int) -> bool:
+    def keeps_payloads(self, members: int) -> bool:
         return False
 
     def journal_state(self) -> bytes:

@@ -67,7 +67,7 @@ class Sums:
 
     def skip(self) -> None: ...
 
-    def worth_giving_back(self, members: int) -> bool:
+    def keeps_payloads(self, members: int) -> bool:
         return False
 
     def snapshot(self) -> bytes:

@@ -59,7 +59,7 @@ class Doubles:
     def begin_anew(self) -> None:
         self.residual, self.last = 0.0, (0.0, 0.0)
 
-    def worth_giving_back(self, members: int) -> bool:
+    def keeps_payloads(self, members: int) -> bool:
         return False
 
     def snapshot(self) -> bytes:

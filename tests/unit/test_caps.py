@@ -24,7 +24,7 @@ from commlayer.cli.pauses import Pauses, systemd_unit
 from commlayer.cluster.calls import home_traffic
 from commlayer.cluster.calls.home_traffic import HomeTraffic
 from commlayer.errors import InvalidInput, find_error_code
-from commlayer.observe.caps import DOUBT_S, FILE_NBYTES, LEAVE_S, Caps, Month, count_traffic, next_month, parse_caps
+from commlayer.observe.caps import DOUBT_S, FILE_NBYTES, LEAVE_S, Caps, Month, add_to_month, next_month, parse_caps
 from commlayer.planner.model import Link
 from commlayer.transport.flow import traffic
 from commlayer.transport.flow.traffic import Limit, Traffic
@@ -172,7 +172,7 @@ def test_after_a_restart_of_the_machine_its_clock_is_believed() -> None:
 
 def _add(times: int) -> None:
     for _ in range(times):
-        count_traffic(3)
+        add_to_month(3)
 
 
 def test_processes_of_a_home_count_together(folder: Path) -> None:
@@ -182,7 +182,7 @@ def test_processes_of_a_home_count_together(folder: Path) -> None:
         child.start()
     for child in children:
         child.join()
-    assert count_traffic(0).used == 4 * 200 * 3
+    assert add_to_month(0).used == 4 * 200 * 3
     assert list(json.loads((folder / "traffic.json").read_text())["months"].values()) == [2400]
 
 
@@ -192,7 +192,7 @@ def test_a_damaged_count_is_refused_and_kept(folder: Path, text: str) -> None:
     folder.mkdir()
     (folder / "traffic.json").write_text(text)
     with pytest.raises(InvalidInput) as caught:
-        count_traffic(5)
+        add_to_month(5)
     assert find_error_code(caught.value) == "E-FILE"
     assert (folder / "traffic.json").read_text() == text
 
@@ -225,7 +225,7 @@ def test_a_home_pauses_for_the_rest_of_the_month_and_returns(monkeypatch: pytest
     monkeypatch.setattr(time, "clock_gettime", lambda _: now[1])
     home = Pauses("", if_busy=False, caps=parse_caps("1GB"))
     assert passes(10.0) == ""
-    count_traffic(990 * 10**6)
+    add_to_month(990 * 10**6)
     assert passes(10.0) == "pauses until 1 December", "at this rate the cap is near"
     assert {passes(60.0) for _ in range(1000)} == {"pauses until 1 December"}, "a join would cost too much"
     assert passes(86400.0) == ""

@@ -267,7 +267,7 @@ def train(codec: str) -> tuple[list[torch.Tensor], list[bytes], list[Any]]:
 def test_rollback_from_payloads_is_bit_exact(codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
     averages, states, sums = train(codec)
     assert not any(bool(each[PAGE:-PAGE].any()) for each in sums)
-    monkeypatch.setattr(CodecOps, "worth_giving_back", lambda *_: False)
+    monkeypatch.setattr(CodecOps, "keeps_payloads", lambda *_: False)
     expected, expected_states, held = train(codec)
     assert all(bool(each.any()) for each in held)
     assert states == expected_states
@@ -277,5 +277,5 @@ def test_rollback_from_payloads_is_bit_exact(codec: str, monkeypatch: pytest.Mon
 def test_dense_sum_is_kept_if_payloads_are_as_large() -> None:
     _, plan = planned("int4()")
     ops = CodecOps(make_codec(plan.buckets[0]), plan.buckets[0], "job")
-    assert ops.worth_giving_back(2)
-    assert not ops.worth_giving_back(8)
+    assert ops.keeps_payloads(2)
+    assert not ops.keeps_payloads(8)

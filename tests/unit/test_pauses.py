@@ -19,7 +19,7 @@ from commlayer.cli.pauses import (
     QUIET_S,
     Machine,
     MachineUse,
-    Pauses,
+    PauseRules,
     limited_power,
     parse_allowed_hours,
     reason_closed,
@@ -82,13 +82,13 @@ def test_use_counts_after_a_while_and_ends_after_a_longer_one(looks: list[tuple[
 
 def test_a_home_pauses_by_hand_whatever_the_hour(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
-    assert Pauses("", if_busy=False).reason() == ""
+    assert PauseRules("", if_busy=False).reason() == ""
     pauses.pause()
     pauses.pause()
-    assert Pauses("", if_busy=False).reason().startswith("pauses until its owner")
+    assert PauseRules("", if_busy=False).reason().startswith("pauses until its owner")
     pauses.resume()
     pauses.resume()
-    assert Pauses("", if_busy=False).reason() == ""
+    assert PauseRules("", if_busy=False).reason() == ""
 
 
 @pytest.mark.parametrize(("others_s", "own_s", "wanted"), [

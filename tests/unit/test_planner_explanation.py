@@ -6,7 +6,7 @@ import pytest
 from msgspec import structs
 from support.plans import cluster, toy_job
 
-from commlayer.planner.baselines import Curve, Point, break_even, point, what_if, with_link_rate
+from commlayer.planner.baselines import Curve, SweepResult, break_even, point, what_if, with_link_rate
 from commlayer.planner.explanation import diff, explain, find_bucket, tensor_names
 from commlayer.planner.inputs import checked_inputs
 from commlayer.planner.search.plan_search import plan
@@ -53,9 +53,9 @@ def test_difference_names_the_tensor() -> None:
 
 
 def test_break_even_names_its_quantity() -> None:
-    coded = Point("a", 1e8, 0.1, 0.3, 1.0, codec="int4()")
+    coded = SweepResult("a", 1e8, 0.1, 0.3, 1.0, codec="int4()")
     local = structs.replace(coded, mode="H=4", codec="identity()")
-    dense = Point("b", 1e9, 0.1, 0.1, 1.0, codec="identity()")
+    dense = SweepResult("b", 1e9, 0.1, 0.1, 1.0, codec="identity()")
     assert break_even(Curve("bandwidth", (coded, dense), 3e8)) == "compression pays below 300 Mb/s"
     for curve in (Curve("bandwidth", (local, dense), 3e8), Curve("bandwidth", (coded, local, dense), 3e8)):
         assert break_even(curve) == "a mode other than a dense exchange in every step pays below 300 Mb/s"

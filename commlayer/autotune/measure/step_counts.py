@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from commlayer.autotune.measure.batch_trial import room_nbytes
 from commlayer.autotune.measure.shape_tensors import Args, Kwargs, ShapeMode, ShapeTensor, aten, on_a_gpu, on_cpu, replaced, run
-from commlayer.autotune.measure.step_times import DrawnLoss, PassClock, StepHooks, described_step, timing_at
+from commlayer.autotune.measure.step_times import DrawnLoss, PassClock, StepHooks, described_step, timing_from_clock
 from commlayer.engine.model.model_tensors import describe_model
 from commlayer.errors import InvalidInput
 from commlayer.planner.data.models import product_s, update_s
@@ -64,7 +64,7 @@ def _count_job(model: nn.Module, loss_of: DrawnLoss, batch: int | None, name: st
         clock, shown = described_step(hooks, model, loss_of)
     total = clock.forward + clock.backward
     limit = int(np.argmax(total))  # a pass takes as long as the slowest of its limits
-    timing = timing_at(PassClock(*(each[..., limit] for each in clock)))
+    timing = timing_from_clock(PassClock(*(each[..., limit] for each in clock)))
     job = describe_model(model)
     trained = sum(tensor.numel for tensor in job.tensors if not tensor.buffer)
     return Job(job.tensors, batch, structs.replace(

@@ -41,7 +41,7 @@ def timed_job(model: nn.Module, loss_of: DrawnLoss, *, batch: int | None = None,
         for _ in range(WARM_STEPS - 1):
             hooks.step(loss_of)
         steps = [hooks.step(loss_of) for _ in range(STEPS)]
-    timing = timing_at(PassClock(*(np.median(values, 0) for values in zip(*steps, strict=True))))
+    timing = timing_from_clock(PassClock(*(np.median(values, 0) for values in zip(*steps, strict=True))))
     device = device_named(torch.cuda.get_device_name()) if cuda else "cpu"
     return Job(job.tensors, batch, structs.replace(timing, device=device, **shown), name)
 
@@ -123,7 +123,7 @@ def described_step(hooks: StepHooks, model: nn.Module, loss_of: DrawnLoss) -> tu
     return clock, {"activation_nbytes": activation_nbytes(), "frozen_nbytes": frozen_nbytes, "model": layers.info()}
 
 
-def timing_at(clock: PassClock) -> Timing:
+def timing_from_clock(clock: PassClock) -> Timing:
     """The Timing of a step whose clock shows seconds."""
     return Timing(tuple(np.minimum(clock.ready, clock.backward).tolist()),
                   tuple(np.minimum(clock.needed, clock.forward).tolist()), float(clock.backward), float(clock.forward))

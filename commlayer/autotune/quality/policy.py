@@ -171,7 +171,7 @@ class QualityState(Record, frozen=True):
 
     @property
     def planner_floor(self) -> float:
-        """The planner must use no codec with a level below this; 0: any codec."""
+        """Lowest precision level (1: float32) of a codec that the planner may use; 0: any codec."""
         return self.floor if self.complained else 0.0
 
 
@@ -245,7 +245,7 @@ def adapt_to_plan(
     state: QualityState, plan: PlanLevels, now: int, *, by_guard: bool = False, acts: bool = False,
 ) -> tuple[QualityState, CodecChange | None]:
     """Adapts to another active plan, for which earlier comparisons do not count. A plan that the guard did not choose
-    (`by_guard` is False) is made finer if earlier complaints require that."""
+    (`by_guard` is False) is replaced by one with more precise codecs if earlier complaints require that."""
     state = structs.replace(
         state, bounds=_with_plan_bounds(state.bounds, plan), plan=plan, since=now, samples=0, compared=0, summed=Dots(),
         warned=frozenset(), mean_residual=None if by_guard else state.mean_residual,

@@ -90,7 +90,7 @@ def planned_job(model: str, machines: Cluster, batch: int | None, optimizer: str
                 noise_scale: float | None, *, loss: str = "", learning: str = "", by_speed: bool = False) -> PlannedJob:
     """Makes a plan. `optimizer`: the user's name of the optimizer. `by_speed`: machines of different speed get shares of the
     batch by their speed."""
-    job = arguments.with_noise(arguments.job_named(model, batch), noise_scale)
+    job = arguments.with_noise_scale(arguments.job_named(model, batch), noise_scale)
     if job.timing is not None:
         info = job.timing.model
         if info is not None and (info.tokens or info.image_side):

@@ -13,7 +13,7 @@ import threading
 import time
 
 from commlayer.config import Config, read_launch
-from commlayer.observe.caps import Caps, Month, count_traffic, parse_caps
+from commlayer.observe.caps import Caps, Month, add_to_month, parse_caps
 from commlayer.transport.flow.traffic import TRAFFIC
 
 log = logging.getLogger("commlayer")
@@ -86,7 +86,7 @@ class HomeTraffic:
         that is impossible; the next call adds it then."""
         with self._lock:
             nbytes = TRAFFIC.sent_nbytes + TRAFFIC.received_nbytes
-            self._month = count_traffic(nbytes - self._counted)
+            self._month = add_to_month(nbytes - self._counted)
             self._counted = nbytes
             return self._month
 

@@ -105,7 +105,7 @@ def is_invitation(address: str) -> bool:
 
 
 def stored_lines() -> list[HomeLine]:
-    """Returns the lines, without tokens, of all keys that this user's homes have stored."""
+    """Returns the line NAME@HOST:PORT of each home whose keys this user has stored. Tokens are left out."""
     result = []
     for path in sorted(user_folder().glob(f"*/{LINE}")):
         try:

@@ -36,7 +36,7 @@ UNKNOWN = ("the invitation is not valid here: its name or secret is wrong, or a 
            "or ask for a new one (`commlayer keys invite NAME`)")
 
 
-class Invitation(Record, frozen=True):
+class InvitationRecord(Record, frozen=True):
     """The record of an invitation that the CA stores. `until`: seconds since 1970."""
 
     public: bytes
@@ -52,7 +52,7 @@ class Book(Record, frozen=True):
     """All invitations of a CA by the home's name, and the address that its server was last reached at."""
 
     address: str = ""
-    homes: dict[str, Invitation] = msgspec.field(default_factory=dict)
+    homes: dict[str, InvitationRecord] = msgspec.field(default_factory=dict)
 
 
 def signing_key(secret: bytes) -> Ed25519PrivateKey:
@@ -60,11 +60,11 @@ def signing_key(secret: bytes) -> Ed25519PrivateKey:
     return Ed25519PrivateKey.from_private_bytes(hashlib.sha256(PURPOSE + secret).digest())
 
 
-def _public(secret: bytes) -> bytes:
+def _public_key(secret: bytes) -> bytes:
     return signing_key(secret).public_key().public_bytes(Encoding.Raw, PublicFormat.Raw)
 
 
-NO_INVITATION = _public(secrets.token_bytes(16))
+NO_INVITATION = _public_key(secrets.token_bytes(16))
 """Public key that belongs to no invitation."""
 
 
@@ -113,7 +113,7 @@ def invite(folder: Path, names: Sequence[str], hours: float = VALID_HOURS, *, ag
                                          "revokes it")
         fresh = [name for name in dict.fromkeys(names) if not (keep and (name in good or name in _open(book, now)))]
         tokens = {name: new_token(ca.public_bytes(Encoding.DER)) for name in fresh}
-        new = {name: Invitation(_public(token.secret), now + 3600 * hours) for name, token in tokens.items()}
+        new = {name: InvitationRecord(_public_key(token.secret), now + 3600 * hours) for name, token in tokens.items()}
         _save(folder, msgspec.structs.replace(book, homes={**book.homes, **new}))
         return tokens
 
@@ -206,7 +206,8 @@ def command(folder: Path) -> str:
     return "commlayer keys invite" + ("" if folder.absolute() == Path("keys").absolute() else f" --dir {folder}")
 
 
-def _issued_before(folder: Path, name: str, invitation: Invitation, public: ec.EllipticCurvePublicKey) -> x509.Certificate:
+def _issued_before(folder: Path, name: str, invitation: InvitationRecord,
+                   public: ec.EllipticCurvePublicKey) -> x509.Certificate:
     """Returns the certificate that the invitation was used for, if it has this public key and is not revoked."""
     path = folder / authority.ISSUED / f"{name}-{invitation.serial}.pem"
     certificate = authority.parsed(path, x509.load_pem_x509_certificate, "certificate")

@@ -156,7 +156,7 @@ class Coordinator:
 
     @property
     def address(self) -> str:
-        return settings.reached_at(self._config.advertise, self._config.bind, self._port.number)
+        return settings.reachable_address(self._config.advertise, self._config.bind, self._port.number)
 
     @property
     def local_address(self) -> str:
@@ -207,7 +207,7 @@ class Coordinator:
 
     def orphaned(self, pid: int) -> None:
         """Reports that process `pid` on this machine, the training process that started this coordinator, has exited. Its
-        registrations are dead from now on."""
+        registrations are dead from now on. Then waits for the end of the job, at most until a process counts as silent."""
         with self._lock:
             self._set(membership.mark_exited(self._state, socket.gethostname(), pid))
         self.over.wait(self._silent_s)

@@ -116,7 +116,7 @@ def register(state: Sites, request: Join, now: float, admission: AdmissionState 
     elif state.begun and (
             admission.retry_reason or (admission.closed_reason and admission.all_present and request.waited_s < grace_s)):
         return state, JoinReply(missing=admission.retry_reason or admission.closed_reason)
-    elif state.begun and request.waited_s < grace_s and (namesakes := _namesakes(state, request)):
+    elif state.begun and request.waited_s < grace_s and (namesakes := _tokens_of_same_host(state, request)):
         return state, JoinReply(missing=f"the job is running with {state.present[namesakes[0]].request.label}, which may be "
                                 f"this "
                                         "home's previous process")
@@ -174,7 +174,7 @@ def predecessor(state: Sites, request: Join, now: float, silence_s: float, seen_
     the time of its last heartbeat."""
     if not request.certificate or request.leave or request.token in state.present or request.token in state.former:
         return ""
-    same = _namesakes(state, request)
+    same = _tokens_of_same_host(state, request)
     newest_s = {token: max([state.present[token].seen_s,
                             *(seen_s[rank] for rank in state.present[token].ranks if rank in seen_s)])
                 for token in same}
@@ -182,7 +182,7 @@ def predecessor(state: Sites, request: Join, now: float, silence_s: float, seen_
     return token if token and now - newest_s[token] >= silence_s else ""
 
 
-def _namesakes(state: Sites, request: Join) -> list[str]:
+def _tokens_of_same_host(state: Sites, request: Join) -> list[str]:
     """Returns the tokens of the registered sites with the request's certificate and host name."""
     return [token for token, site in state.present.items() if request.certificate
             and (site.request.certificate, site.request.name) == (request.certificate, request.name)]

@@ -110,7 +110,7 @@ class BucketSum:
         # One result buffer per kept step and round. A result stays valid until KEPT_STEPS later steps have begun.
         self.outs: dict[tuple[int, int], memoryview] = {}
         self.results: dict[tuple[int, int], tuple[Header, memoryview]] = {}
-        self.recomputable = ops.worth_giving_back(len(members))
+        self.recomputable = ops.keeps_payloads(len(members))
         """True: between steps the server keeps payloads instead of their sum, to save memory."""
         self.held: list[Message] = []
         """Payloads of the last result, in the order in which they were added, if the sum's memory was freed; otherwise

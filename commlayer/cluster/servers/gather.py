@@ -63,7 +63,7 @@ class GatherOps:
     def skip(self) -> None:
         """Does nothing: no state depends on earlier rows."""
 
-    def worth_giving_back(self, members: int) -> bool:
+    def keeps_payloads(self, members: int) -> bool:
         return False
 
     def snapshot(self) -> bytes:

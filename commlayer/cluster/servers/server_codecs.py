@@ -105,7 +105,7 @@ class CodecOps:
         self._mean = None
         self._undone = (1 << len(self._bucket.slices)) - 1
 
-    def worth_giving_back(self, members: int) -> bool:
+    def keeps_payloads(self, members: int) -> bool:
         """Returns whether the server should keep the payloads of this many members instead of their sum. True if the payloads
         take at most half the memory of the sum, and the sum can be computed again from the payloads."""
         return self._codec.keeps and self.rounds == 1 and not self.means and members * self.bound <= 2 * self._spec.numel

@@ -29,7 +29,7 @@ from commlayer.cluster.membership.coordinator import Coordinator
 from commlayer.cluster.membership.coordinator_journal import CoordinatorJournal
 from commlayer.cluster.membership.job_events import log_of_job
 from commlayer.cluster.processes import child_processes
-from commlayer.config import Config, host_port, is_loopback, reached_at, read_config, reconnect_window_s, split_port
+from commlayer.config import Config, host_port, is_loopback, reachable_address, read_config, reconnect_window_s, split_port
 from commlayer.errors import MAX_PEER_TEXT_CHARS, Coded, CommError, InvalidInput, error_line, short_line, without_code
 from commlayer.observe.event_files import EventFile
 from commlayer.observe.event_log import EventLog
@@ -296,7 +296,7 @@ def _can_resume(config: Config, end: threading.Event, stopped: threading.Event) 
 
 
 def _advertised(address: str, config: Config) -> str:
-    return address and reached_at(config.advertise, config.bind, host_port(address)[1])
+    return address and reachable_address(config.advertise, config.bind, host_port(address)[1])
 
 
 def _invite(part: ServeOptions, control: str, *, more: bool) -> None:

@@ -76,8 +76,8 @@ class WorkerClient:
 
     def limit_bodies(self, nbytes: int) -> None:
         """Sets the largest size of a result, and of all partly received bodies of a server together."""
-        by_kind = dict.fromkeys(Kind, DEFAULT_MAX_NBYTES) | {Kind.RESULT: nbytes, Kind.FOLLOWED: nbytes}
-        self._carrier.limits = SizeLimits(by_kind, nbytes)
+        results = Kind.RESULT, Kind.FOLLOWED
+        self._carrier.limits = SizeLimits({int(kind): nbytes if kind in results else DEFAULT_MAX_NBYTES for kind in Kind}, nbytes)
 
     def dial(self, deadline: float) -> None:
         """Connects to every server of the epoch. Leaves the job if that fails."""
@@ -125,7 +125,7 @@ class WorkerClient:
         """Switches to the epoch. Departures of peers outside that epoch are ignored from now on."""
         self.membership.switch(epoch)
 
-    def finished(self, member: int) -> int:
+    def exchanges_at_exit(self, member: int) -> int:
         """Returns the number of exchanges to which that worker contributed before it left in order; -1 if it has not left in
         order."""
         departure = self.membership.left.get(peer_name(member))

@@ -54,14 +54,14 @@ class NewestEpoch:
             except PartnerLost:
                 continue
 
-    def lacks_members(self, workers: Iterable[int]) -> bool:
+    def any_not_member(self, workers: Iterable[int]) -> bool:
         """Returns True if one of these workers is no member."""
         return not {*workers} <= {member.rank for member in self.epoch.members}
 
     def will_lack(self, workers: Iterable[int]) -> bool:
         """Returns True if one of these workers is soon no member. The coordinator removes a member that it declares dead."""
         until = time.monotonic() + self._notice_s
-        while not (lacks := self.lacks_members(workers)) and time.monotonic() < until:
+        while not (lacks := self.any_not_member(workers)) and time.monotonic() < until:
             time.sleep(0.05)
         return lacks
 
@@ -230,9 +230,9 @@ class StateRelay:
             self.announced = True
             among = *givers, *new
             fits = self._first in givers and joining in new and len({*among}) == len(among)
-            if fits and not self._newest.lacks_members(among) and self._partners <= {*among}:
+            if fits and not self._newest.any_not_member(among) and self._partners <= {*among}:
                 break
-            if self._newest.lacks_members(self._partners):
+            if self._newest.any_not_member(self._partners):
                 raise PartnerLost
             if not fits or time.monotonic() >= until:
                 present = sorted(member.rank for member in self._newest.epoch.members)
@@ -267,7 +267,7 @@ class StateRelay:
         while True:
             self._check_wait()
             try:
-                lost, store = self._newest.lacks_members(self._partners), site_process_group.kv_client()
+                lost, store = self._newest.any_not_member(self._partners), site_process_group.kv_client()
                 rows = store.request(
                     min(until, time.monotonic() + LOOK_S), put=put, want=want, wait=not lost, rank=self._rank, since=begin,
                     generation=self._newest.epoch.generation, limit_s=limit_s, call_s=BYTES_S).values

@@ -163,7 +163,7 @@ class FiniteSteps(Component):
                 context.log(context.decisions[-1], logging.WARNING, event=False)  # that rank's event is in the stream
 
     def new_members(self) -> None:
-        """Restarts the reports on dropped steps."""
+        """Restarts the count of steps until the next report, so that it is equal on all ranks."""
         self._unshared = 0
 
     def exchanged(self, own: int, *, finite: bool) -> None:

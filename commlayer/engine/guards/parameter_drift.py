@@ -164,7 +164,7 @@ class ParameterDrift(Component):
 
     def new_members(self) -> None:
         """Restarts with the first round, because a new member has no digests of earlier rounds."""
-        self._divide()
+        self._set_parts()
         self._compared = self._compared and self._context.local is not None
         self._span = self._fixed or (LEAST if self._context.local is None else 1)
         self._round = _Round(time.perf_counter())
@@ -176,7 +176,7 @@ class ParameterDrift(Component):
         self._steps_differ = self._settings_differ = False
         """Two flags about the last round: optimizer steps, and optimizer settings, differed between ranks."""
 
-    def _divide(self) -> None:
+    def _set_parts(self) -> None:
         """Divides the tensors into the parts that sites can compare."""
         shards, sites = self._context.site.shards, self._context.groups.sites
         sizes, tensors = {*map(len, sites)}, [tensor for _, tensor in self._named]
@@ -302,9 +302,9 @@ class ParameterDrift(Component):
         weights, before = differing_ranks(self._digests_of_all(rows), self._parts), self._reported
         self._reported = [*weights]
         if weights and (self._reaction != "warn" or self._reported != before):
-            self._react_to_drift(f"the weights of {self._ranks(weights)} and {self._context.called(0)} differ in "
-                                 f"{self._named_some(weights)}", [self._tensors[number] for number in weights],
-                                 optimizer=all(row.has_state for row in rows), later=True)
+            self._react_to_differences(f"the weights of {self._ranks(weights)} and {self._context.called(0)} differ in "
+                                       f"{self._named_some(weights)}", [self._tensors[number] for number in weights],
+                                       optimizer=all(row.has_state for row in rows), later=True)
 
     def _digests_of_all(self, rows: Sequence[DriftRow]) -> list[list[int]]:
         """Returns the digests of all ranks, if checksums differ; otherwise only those of this rank."""
@@ -361,8 +361,8 @@ class ParameterDrift(Component):
         parts += [f"weights of {self._named_some(weights)} differ on {self._ranks(weights)}"] if weights else []
         if states:
             parts.append(f"the optimizer's state of {self._named_some(states)} differs on {self._ranks(states)}")
-        self._react_to_drift("; ".join(parts), [parameters[number] for number in weights], unlike,
-                             optimizer=bool(states or unlike))
+        self._react_to_differences("; ".join(parts), [parameters[number] for number in weights], unlike,
+                                   optimizer=bool(states or unlike))
 
     def _settings(self) -> dict[str, str]:
         return read_optimizer_settings(self._optimizer, self._named)
@@ -376,7 +376,7 @@ class ParameterDrift(Component):
         if before:
             raise CommError(f"step {self._step}: {what}, again after it was copied from rank 0: set it "
                             'to the same value on all ranks, or use drift="warn"', code="E-REPLICAS")
-        self._react_to_drift(what, [], unlike, optimizer=True)
+        self._react_to_differences(what, [], unlike, optimizer=True)
 
     def _differing_settings(self, rows: Sequence[DriftRow]) -> dict[str, list[str]]:
         """Returns each setting of the optimizers that differs between ranks, with its value on each rank."""
@@ -392,7 +392,7 @@ class ParameterDrift(Component):
             f"{value} on {', '.join(called(at) for at, other in enumerate(row) if other == value)}"
             for value in dict.fromkeys(row)) for name, row in [*unlike.items()][:NAMED]]
 
-    def _react_to_drift(
+    def _react_to_differences(
         self, what: str, tensors: Collection[torch.Tensor], unlike: Mapping[str, Sequence[str]] = MappingProxyType({}), *,
         optimizer: bool, later: bool = False,
     ) -> None:

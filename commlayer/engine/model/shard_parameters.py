@@ -81,7 +81,8 @@ class TensorPart(NamedTuple):
 
 def comparable_parts(tensors: Sequence[torch.Tensor], sharded: Collection[int],
                      sites: Sequence[Sequence[int]]) -> list[TensorPart]:
-    """Returns the parts of these tensors that can be compared between sites. `sharded`: numbers of the sharded tensors."""
+    """Splits sharded tensors into ranges of rows that sites of all sizes have in common; other tensors stay whole. `sharded`:
+    numbers of the sharded tensors."""
     sizes = {*map(len, sites)}
     parts = [[TensorPart(n, *rows, t.shape[0]) for rows in intervals(t.shape[0], sizes)] if n in sharded else [TensorPart(n)]
              for n, t in enumerate(tensors)]

@@ -60,7 +60,7 @@ def enter(
         undo.callback(leave_job, link, (), "failed to start", -1, stay_s=waits.stay_s, notice_s=waits.notice_s)
         link.dial(time.monotonic() + config.join_deadline_s)
         log.warning("joining a running job as worker %d: waiting for an exchange in which it can begin", own)
-        taken = _StateReceiver(replica, link, job, memory.outer, device, config, waits, check, begin).receive()
+        taken = _StateReceiver(replica, link, job, memory.outer, device, config, waits, check, begin).receive_state()
         given = taken.told
         assert given.epoch is not None
         site.shards = shards.joining(taken.plan, job, request.site_world)
@@ -115,7 +115,7 @@ class _StateReceiver:
         self._newest = NewestEpoch(link.epoch, waits.notice_s, reconnect_window_s(config))
         link.subscribe_epochs(self._newest.adopt_epoch)
 
-    def receive(self) -> TakenState:
+    def receive_state(self) -> TakenState:
         """Waits until the other members give the state of an exchange in which this rank can take part, and installs it.
 
         Under local steps this rank first follows their exchanges, and receives the state while they train.

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from commlayer.engine.components import Component, ComponentOrder, Pending
-from commlayer.engine.guards.step_guard import StepGuard
+from commlayer.engine.guards.averaging_guard import AveragingGuard
 from commlayer.engine.hooks.forward_order import before_forward
 from commlayer.engine.job.job import DistributedJob
 from commlayer.engine.model.optimizers import watch
@@ -36,7 +36,7 @@ class ExchangeSchedule(Component):
 
     def __init__(
         self, model: nn.Module, parameters: Sequence[nn.Parameter], buffers: Callable[[], list[torch.Tensor]], *,
-        outer: OuterSGD, context: DistributedJob, deadline_s: float, guard: StepGuard, optimizer: Any,
+        outer: OuterSGD, context: DistributedJob, deadline_s: float, guard: AveragingGuard, optimizer: Any,
         merged: Callable[..., None],
     ) -> None:
         """`model`: an exchange can run before a training forward pass of this module. `merged`: see OuterSteps.__init__."""

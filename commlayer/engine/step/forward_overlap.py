@@ -154,7 +154,8 @@ class ForwardOverlap:
             undefer(self._optimizer)
 
     def _withhold(self, step: PendingStep, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        """Writes the averages that have arrived, and makes the optimizer skip all other parameters."""
+        """Writes the averages that have arrived, and makes the optimizer skip all other parameters. Waits for all averages if a
+        closure, clipping or a hook of the script needs them in this step."""
         step.withheld = []
         closure = find_closure(args, kwargs)
         if step.deferred or self._clips or closure is not None or hooked_by_script(self._optimizer):

@@ -16,9 +16,9 @@ from commlayer.config import Config
 from commlayer.engine.buckets.shared_buffers import agree
 from commlayer.engine.components import ComponentOrder, Pending
 from commlayer.engine.guards.attached_model import AttachedModel
+from commlayer.engine.guards.averaging_guard import AveragingGuard
 from commlayer.engine.guards.finite_steps import FiniteSteps
 from commlayer.engine.guards.model_checks import refuse_ddp_around
-from commlayer.engine.guards.step_guard import StepGuard
 from commlayer.engine.guards.uneven_inputs import UnevenInputs
 from commlayer.engine.hooks.aliases import shares_memory
 from commlayer.engine.hooks.forward_order import ForwardOrder
@@ -67,8 +67,8 @@ class ModuleDriver(Driver):
         """Identities of the gradients into which the last step has written averages, as `_gradients` returns them."""
         self._overlap: ForwardOverlap | None = None
         self._places: dict[int, int] = {}
-        self._guard = StepGuard(AttachedModel(model, named, optimizer), [*zip(self._names, self._parameters, strict=True)],
-                                lambda error: context.worker.latch(error))
+        self._guard = AveragingGuard(AttachedModel(model, named, optimizer), [*zip(self._names, self._parameters, strict=True)],
+                                     lambda error: context.worker.latch(error))
         context.on_close.append(self._guard.remove)
         finite = FiniteSteps(context, self._parameters, self._guard.held)
         schedule = ExchangeSchedule(model, self._parameters, self._buffers_now, outer=outer, context=context,

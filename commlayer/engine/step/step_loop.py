@@ -21,9 +21,9 @@ from torch import nn
 
 from commlayer.config import Config
 from commlayer.engine.components import Component, ComponentOrder, Pending
+from commlayer.engine.guards.averaging_guard import AveragingGuard
 from commlayer.engine.guards.finite_steps import FiniteSteps
 from commlayer.engine.guards.parameter_drift import ParameterDrift
-from commlayer.engine.guards.step_guard import StepGuard
 from commlayer.engine.guards.uneven_inputs import UnevenInputs
 from commlayer.engine.job.job import DistributedJob
 from commlayer.engine.model.model_tensors import learning_rate, loss_scale
@@ -41,7 +41,7 @@ class StepLoop(Component):
 
     def __init__(
         self, context: DistributedJob, parameters: Sequence[nn.Parameter], compared: Sequence[tuple[str, torch.Tensor]], *,
-        optimizer: Any, scaler: Any, config: Config, guard: StepGuard, finite: FiniteSteps,
+        optimizer: Any, scaler: Any, config: Config, guard: AveragingGuard, finite: FiniteSteps,
         schedule: ExchangeSchedule, uneven: UnevenInputs,
     ) -> None:
         """`parameters`: the averaged parameters, in the order of their numbers. `compared`: tensors that must be equal on all

@@ -215,11 +215,11 @@ def _local_problems(optimizer: Any) -> Iterator[str]:
 def check_forward(model: Any, named: Sequence[tuple[str, nn.Parameter]], optimizer: Any) -> None:
     """Raises ValueError if the model, its wrapper or its optimizer does not support averages that arrive during the next
     forward pass."""
-    if problem := next(_forward_problems(model, named, optimizer), ""):
+    if problem := next(_problems_of_forward_sync(model, named, optimizer), ""):
         raise InvalidInput("E-SYNC-FORWARD", problem)
 
 
-def _forward_problems(model: Any, named: Sequence[tuple[str, nn.Parameter]], optimizer: Any) -> Iterator[str]:
+def _problems_of_forward_sync(model: Any, named: Sequence[tuple[str, nn.Parameter]], optimizer: Any) -> Iterator[str]:
     if isinstance(model, DistributedDataParallel):
         yield ("sync='forward' is not supported with DistributedDataParallel, whose backward() ends only when gradients are "
                "final; attach the module inside it, without DistributedDataParallel")

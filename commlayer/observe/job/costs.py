@@ -22,7 +22,7 @@ JOULES = 3.6e6
 """Joules of a kWh."""
 
 
-class MachineCosts(msgspec.Struct):
+class MachineConsumption(msgspec.Struct):
     """Counts of one machine. `counted`: time of each rank's newest event: after a restart of the server, workers send events
     again."""
 
@@ -39,7 +39,7 @@ class CostLedger(msgspec.Struct):
 
     month: str = ""
     run: str = ""
-    machines: dict[str, MachineCosts] = msgspec.field(default_factory=dict)
+    machines: dict[str, MachineConsumption] = msgspec.field(default_factory=dict)
 
 
 class Costs:
@@ -64,7 +64,7 @@ class Costs:
             self._power[name] = event.watts
         elif isinstance(event, StepEvent):
             self._turn(time.strftime("%Y-%m", time.localtime(event.time)), view.job.run)
-            machine, rank = self._ledger.machines.setdefault(name, MachineCosts()), str(event.rank)
+            machine, rank = self._ledger.machines.setdefault(name, MachineConsumption()), str(event.rank)
             if event.time <= machine.counted.get(rank, 0.0):
                 return
             machine.counted[rank] = event.time
@@ -74,7 +74,7 @@ class Costs:
             if event.rank == min(ranks, default=event.rank):  # the power is that of the whole machine
                 self._add_energy(machine, event.steps * event.step_s, self._watts or self._power.get(name, 0.0))
 
-    def _add_energy(self, machine: MachineCosts, seconds: float, watts: float) -> None:
+    def _add_energy(self, machine: MachineConsumption, seconds: float, watts: float) -> None:
         machine.pending_s += seconds
         if watts:
             machine.joules, machine.pending_s = machine.joules + machine.pending_s * watts, 0.0

@@ -290,7 +290,7 @@ class JobView:
 
     @property
     def present(self) -> list[WorkerView]:
-        """Workers that have not left, by number."""
+        """Workers that have not left, sorted by number."""
         return [worker for _, worker in sorted(self.workers.items()) if worker.present]
 
     @property

@@ -31,14 +31,14 @@ class Layer(NamedTuple):
 Layers = Iterator[Layer]
 
 
-def make_layer(name: str, macs: float, **shapes: tuple[int, ...]) -> Layer:
+def layer_info(name: str, macs: float, **shapes: tuple[int, ...]) -> Layer:
     return Layer(tuple(TensorInfo(f"{name}.{part}" if name else part, shape) for part, shape in shapes.items()), macs)
 
 
 def weighted(name: str, shape: tuple[int, ...], times: int, *, bias: bool) -> Layer:
-    """A layer that multiplies by each element of its weight `times` times for a sample."""
+    """Describes a layer that uses each element of its weight in `times` multiplications per sample."""
     shapes = {"weight": shape} | ({"bias": shape[:1]} if bias else {})
-    return make_layer(name, float(math.prod(shape) * times), **shapes)
+    return layer_info(name, float(math.prod(shape) * times), **shapes)
 
 
 def conv(name: str, inside: int, outside: int, kernel: int, side: int) -> Layer:
@@ -52,11 +52,11 @@ def linear(name: str, inside: int, outside: int, *, bias: bool = True, times: in
 
 def projection(name: str, inside: int, outside: int) -> Layer:
     """A linear layer of GPT-2, whose weight has its inputs as rows."""
-    return make_layer(name, float(inside * outside), weight=(inside, outside), bias=(outside,))
+    return layer_info(name, float(inside * outside), weight=(inside, outside), bias=(outside,))
 
 
 def norm(name: str, width: int) -> Layer:
-    return make_layer(name, 0.0, weight=(width,), bias=(width,))
+    return layer_info(name, 0.0, weight=(width,), bias=(width,))
 
 
 def _with_attention(layer: Layer, seen: int, width: int) -> Layer:
@@ -99,7 +99,7 @@ class Bert(Record, frozen=True, tag_field="family", tag="bert"):
     def layers(self, seen: int) -> Layers:
         words, width = 30522, self.width
         for part, rows in (("word", words), ("position", 512), ("token_type", 2)):
-            yield make_layer(f"bert.embeddings.{part}_embeddings", 0.0, weight=(rows, width))
+            yield layer_info(f"bert.embeddings.{part}_embeddings", 0.0, weight=(rows, width))
         yield norm("bert.embeddings.LayerNorm", width)
         for block in range(self.blocks):
             name = f"bert.encoder.layer.{block}"
@@ -123,8 +123,8 @@ class Gpt2(Record, frozen=True, tag_field="family", tag="gpt2"):
 
     def layers(self, seen: int) -> Layers:
         words, width = 50257, self.width
-        yield make_layer("transformer.wte", 0.0, weight=(words, width))
-        yield make_layer("transformer.wpe", 0.0, weight=(1024, width))
+        yield layer_info("transformer.wte", 0.0, weight=(words, width))
+        yield layer_info("transformer.wpe", 0.0, weight=(1024, width))
         for block in range(self.blocks):
             name = f"transformer.h.{block}"
             yield norm(f"{name}.ln_1", width)
@@ -165,16 +165,16 @@ class Decoder(Record, frozen=True, tag_field="family", tag="decoder"):
             yield f"mlp.{part}_proj", inside, outside
 
     def layers(self, seen: int) -> Layers:
-        yield make_layer("model.embed_tokens", 0.0, weight=(self.words, self.width))
+        yield layer_info("model.embed_tokens", 0.0, weight=(self.words, self.width))
         for block in range(self.blocks):
             name = f"model.layers.{block}"
-            yield make_layer(f"{name}.input_layernorm", 0.0, weight=(self.width,))
+            yield layer_info(f"{name}.input_layernorm", 0.0, weight=(self.width,))
             for part, inside, outside in self.linears():
                 if part == "mlp.gate_proj":
-                    yield make_layer(f"{name}.post_attention_layernorm", 0.0, weight=(self.width,))
+                    yield layer_info(f"{name}.post_attention_layernorm", 0.0, weight=(self.width,))
                 layer = linear(f"{name}.{part}", inside, outside, bias=self.bias and part[10] in "qkv")
                 yield _with_attention(layer, seen, self.width) if part == "self_attn.o_proj" else layer
-        yield make_layer("model.norm", 0.0, weight=(self.width,))
+        yield layer_info("model.norm", 0.0, weight=(self.width,))
         yield Layer((), float(self.width * self.words)) if self.tied else linear("lm_head", self.width, self.words, bias=False)
 
 
@@ -189,7 +189,7 @@ class Adapters(Record, frozen=True, tag_field="family", tag="lora"):
         for block in range(self.decoder.blocks):
             for part, inside, outside in self.decoder.linears():
                 name = f"base_model.model.model.layers.{block}.{part}"
-                layer = make_layer(name, float(inside * outside + rank * (inside + outside)),
+                layer = layer_info(name, float(inside * outside + rank * (inside + outside)),
                                    **{"lora_A.default.weight": (rank, inside), "lora_B.default.weight": (outside, rank)})
                 yield _with_attention(layer, seen, width) if part == "self_attn.o_proj" else layer
         yield Layer((), float(width * self.decoder.words))
@@ -213,7 +213,7 @@ class SdxlAdapters(Record, frozen=True, tag_field="family", tag="sdxl"):
             for attention, context in (("attn1", width), ("attn2", 2048)):
                 for part, inside in (("to_q", width), ("to_k", context), ("to_v", context), ("to_out.0", width)):
                     adapter = {"lora_A.default.weight": (self.rank, inside), "lora_B.default.weight": (width, self.rank)}
-                    yield make_layer(f"{name}.{attention}.{part}", SDXL_MACS / len(blocks) / 8, **adapter)
+                    yield layer_info(f"{name}.{attention}.{part}", SDXL_MACS / len(blocks) / 8, **adapter)
 
 
 class LayerRow(Record, frozen=True):
@@ -239,7 +239,7 @@ class Listed(Record, frozen=True, tag_field="family", tag="listed"):
         for group in load("layers", dict[str, tuple[LayerGroup, ...]])[self.name]:
             for block in range(group.blocks):
                 for row in group.layers:
-                    layer = make_layer(row.name.format(block), 0.0, **row.shapes)
+                    layer = layer_info(row.name.format(block), 0.0, **row.shapes)
                     used = layer.tensors[0].numel * row.times if row.times else 0
                     yield layer._replace(macs=float(used + row.more_macs))
 

@@ -131,7 +131,8 @@ class Scenario:
 
     @property
     def exact(self) -> bool:
-        """True: the search's estimates are exact, because nothing is placed on servers and no nodes were made equal."""
+        """True: the search's estimates are exact, because nothing is placed on servers and no similar nodes
+        were merged."""
         return not self.catalog.prices.hosts and self.catalog.prices.cluster == self.question.cluster
 
     @cached_property

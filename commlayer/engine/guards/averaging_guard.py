@@ -28,7 +28,7 @@ REMEDY_LAST = ("make the last backward pass of each optimizer step outside no_sy
 REMEDY_LOCAL = "call backward() outside no_sync(), or session.synchronize() before the optimizer's step"
 
 
-class StepGuard:
+class AveragingGuard:
     """Checks before each optimizer step of one session that its gradients were averaged. The guard counts exchanges, and
     records for each parameter the count at its last optimizer step. The gradient tensors themselves are not compared, so a
     script can clip, scale or replace gradients, or step twice with them."""
