@@ -20,7 +20,7 @@ from support.mailbox import InboxTransport
 from commlayer.autotune import plan_policy
 from commlayer.autotune.measure.measurements import uncapped
 from commlayer.cli import pauses
-from commlayer.cli.pauses import Pauses, systemd_unit
+from commlayer.cli.pauses import PauseRules, systemd_unit
 from commlayer.cluster.calls import home_traffic
 from commlayer.cluster.calls.home_traffic import HomeTraffic
 from commlayer.errors import InvalidInput, find_error_code
@@ -200,15 +200,15 @@ def test_a_damaged_count_is_refused_and_kept(folder: Path, text: str) -> None:
 def test_a_folder_that_cannot_be_written_is_refused(folder: Path) -> None:
     folder.write_text("a file")
     with pytest.raises(InvalidInput) as caught:
-        Pauses("", if_busy=False, caps=parse_caps("1GB"))
+        PauseRules("", if_busy=False, caps=parse_caps("1GB"))
     assert find_error_code(caught.value) == "E-FILE"
-    Pauses("", if_busy=False, caps=parse_caps("", "60%"))
+    PauseRules("", if_busy=False, caps=parse_caps("", "60%"))
 
 
 def test_two_homes_with_a_cap_need_two_folders() -> None:
-    first = Pauses("", if_busy=False, caps=parse_caps("1GB"))
+    first = PauseRules("", if_busy=False, caps=parse_caps("1GB"))
     with pytest.raises(InvalidInput) as caught:
-        Pauses("", if_busy=False, caps=parse_caps("2GB"))
+        PauseRules("", if_busy=False, caps=parse_caps("2GB"))
     assert find_error_code(caught.value) == "E-CLI-OPTION"
     assert first.reason() == ""
 
@@ -223,7 +223,7 @@ def test_a_home_pauses_for_the_rest_of_the_month_and_returns(monkeypatch: pytest
     monkeypatch.setattr(time, "time", lambda: now[0])
     monkeypatch.setattr(time, "monotonic", lambda: now[1])
     monkeypatch.setattr(time, "clock_gettime", lambda _: now[1])
-    home = Pauses("", if_busy=False, caps=parse_caps("1GB"))
+    home = PauseRules("", if_busy=False, caps=parse_caps("1GB"))
     assert passes(10.0) == ""
     add_to_month(990 * 10**6)
     assert passes(10.0) == "pauses until 1 December", "at this rate the cap is near"
@@ -233,7 +233,7 @@ def test_a_home_pauses_for_the_rest_of_the_month_and_returns(monkeypatch: pytest
 
 def test_a_home_whose_traffic_cannot_be_counted_any_more_pauses(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pauses, "ASK_S", 0.0)
-    home = Pauses("", if_busy=False, caps=parse_caps("1GB"))
+    home = PauseRules("", if_busy=False, caps=parse_caps("1GB"))
     assert home.reason() == ""
     text = (folder / "traffic.json").read_text()
     (folder / "traffic.json").write_text("?")

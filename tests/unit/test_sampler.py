@@ -15,7 +15,7 @@ from support.balance import FakeSession, LeftMembers
 from torch.utils.data import DataLoader, Dataset
 
 from commlayer.balance import Sampler
-from commlayer.balance.consumed_log import TABLE, ConsumedLog, ConsumedLogState, Permutation, merged, size
+from commlayer.balance.consumed_log import TABLE, ConsumedLog, ConsumedLogState, Permutation, count_samples, merged
 from commlayer.balance.schedule import CHANGE_DELAY_STEPS, with_joined
 from commlayer.records import Plan
 
@@ -570,7 +570,7 @@ def test_each_position_is_consumed_once(data: st.DataObject) -> None:
             counts = {w: data.draw(st.integers(0, 40)) for w in sorted(workers)}
             if sum(counts.values()) <= log.left:
                 given_out[step] = log.assign(step, counts)
-                assert {w: size(r) for w, r in given_out[step].items()} == counts
+                assert {w: count_samples(r) for w, r in given_out[step].items()} == counts
                 step += 1
         elif event == "commit" and given_out:
             oldest = min(given_out)

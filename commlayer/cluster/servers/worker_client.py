@@ -77,7 +77,8 @@ class WorkerClient:
     def limit_bodies(self, nbytes: int) -> None:
         """Sets the largest size of a result, and of all partly received bodies of a server together."""
         results = Kind.RESULT, Kind.FOLLOWED
-        self._carrier.limits = SizeLimits({int(kind): nbytes if kind in results else DEFAULT_MAX_NBYTES for kind in Kind}, nbytes)
+        by_kind = {int(kind): nbytes if kind in results else DEFAULT_MAX_NBYTES for kind in Kind}
+        self._carrier.limits = SizeLimits(by_kind, nbytes)
 
     def dial(self, deadline: float) -> None:
         """Connects to every server of the epoch. Leaves the job if that fails."""
