@@ -167,7 +167,7 @@ class Sampler:
             return
         if given is not None and session is not None:
             self._join(given)
-            del session.inspect.received_follower_states[self._name]
+            del session.inspect.joined_state[self._name]
         elif session is not None:
             self._match_session_steps(session)
         if given is None or not given.mid_step:
@@ -291,7 +291,7 @@ class Sampler:
     def _received_state(self, session: TrainingSession | None) -> JoinState | None:
         """Returns the state that workers of the running job sent to this worker when it joined; None after that state was
         used."""
-        if session is None or (given := session.inspect.received_follower_states.get(self._name)) is None:
+        if session is None or (given := session.inspect.joined_state.get(self._name)) is None:
             return None
         state = decode(given.encode(), JoinState, "state of the others' sampler")
         self._check_state(state.state)

@@ -65,14 +65,23 @@ app.add_typer(plan.app, name="plan")
 app.add_typer(keys.app, name="keys")
 
 
+def describe_usage(error: Any) -> str:
+    """Returns the text of an error about the command line. Adds the value of an option, which typer's text lacks."""
+    text = " ".join(error.format_message().split()).rstrip(".")
+    _, found, allowed = text.partition(": Input should be ")
+    words = sys.argv[1:]
+    got = next((word.partition("=")[2] or words[place + 1] for place, word in enumerate(words)
+                if found and word.partition("=")[0] in error.param.opts), "")
+    return f"{error.param.opts[0]}: got {got}, allowed: {allowed}" if got else text
+
+
 def run() -> None:
     """The entry point. Exit codes: 0 success, 1 differences that `plan diff` found, 2 an error that the user can fix (one line
     describes it), 130 Ctrl-C or the end of input at a question."""
     try:
         sys.exit(app(prog_name="commlayer", standalone_mode=False) or 0)
     except USAGE_ERROR as error:
-        message = " ".join(error.format_message().split()).rstrip(".")
-        if message:  # empty if the help was printed because there were no arguments
+        if message := describe_usage(error):  # empty if the help was printed because there were no arguments
             page = f"; see `{error.ctx.command_path} --help`" if error.ctx else ""
             print(f"commlayer: {message}{page} [E-CLI-OPTION]", file=sys.stderr)
         sys.exit(2)

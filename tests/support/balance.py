@@ -22,7 +22,7 @@ class FakeSession:
         self.members: tuple[int, ...] = (0,)
         self.own, self.may_leave, self.context = 0, False, None
         self.followers: dict[str, Callable[[], str]] = {}
-        self.received_follower_states: dict[str, str] = {}
+        self.joined_state: dict[str, str] = {}
 
     @property
     def inspect(self) -> FakeSession:

@@ -251,7 +251,7 @@ def test_single_machine_baseline_uses_its_own_batch_if_faster() -> None:
 
 @pytest.mark.parametrize(("arguments", "what", "page"), [
     (("--wrong",), "--wrong", ""), (("nothing",), "'nothing'", ""), (("join", "home-1@h:1"), "'SCRIPT'", " join"),
-    (("plan", "create"), "'model'", " plan create"), (("serve", "--workers", "x"), "'--workers'", " serve"),
+    (("plan", "create"), "'model'", " plan create"), (("serve", "--workers", "x"), "--workers: got x", " serve"),
     (("doctor", "a", "b"), "a b", " doctor"),
 ])
 def test_wrong_arguments_are_one_line_with_a_code(commlayer, arguments: tuple[str, ...], what: str, page: str) -> None:
@@ -284,7 +284,7 @@ def test_generated_cluster_file_can_be_planned_with(commlayer) -> None:
         (("create", "lstm", "--homes", "3xrtx3060"), "E-PLAN-INPUT", "homes: got '3xrtx3060'"),
         (("create", "lstm", "--homes", NODES, "--server", "fast"), "E-LINK-NAME", "link 'fast'"),
         (("create", "lstm", "--nodes", NODES, "--server", "1Gb"), "E-CLI-OPTION", "--server 1Gb"),
-        (("create", "lstm", "--nodes", NODES, "--batch", "0"), "E-CLI-OPTION", "commlayer: Invalid value for '--batch': "),
+        (("create", "lstm", "--nodes", NODES, "--batch", "0"), "E-CLI-OPTION", "commlayer: --batch: got 0"),
         (("create", "lstm", "--nodes", "rtx3060@0Mb"), "E-LINK-NAME", "link '0Mb'"),
         (("create", "lstm", "--nodes", NODES, "--codec", "gzip()"), "E-CODEC-NAME", "--codec: codec 'gzip()'"),
         (("create", "lstm", "--nodes", NODES, "--codec", "topk(ratio=0)"), "E-CODEC-ARGUMENT", "--codec: topk: ratio is 0"),

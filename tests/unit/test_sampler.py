@@ -330,7 +330,7 @@ class Home(FakeSession):
 
     def __init__(self, job: Job, own: int, members: tuple[int, ...], given: dict[str, str] | None = None) -> None:
         super().__init__()
-        self.job, self.own, self.members, self.may_leave, self.received_follower_states = job, own, members, True, given or {}
+        self.job, self.own, self.members, self.may_leave, self.joined_state = job, own, members, True, given or {}
         self.exchanged_steps = self.entered = job.exchanged_steps
         self.gone: dict[int, int] = {}
         self.sent: list[tuple[int, int]] = []

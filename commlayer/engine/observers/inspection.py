@@ -81,7 +81,7 @@ class Inspection:
         return self.context.followers
 
     @property
-    def received_follower_states(self) -> dict[str, str]:
+    def joined_state(self) -> dict[str, str]:
         """State that this rank received when it joined a running job: results of another rank's `followers`, by name. Readers
         remove the entries that they use."""
         return {} if self.context.joined is None else self.context.joined.followed
