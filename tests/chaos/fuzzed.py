@@ -23,7 +23,6 @@ from typing import Any
 
 import grpc
 import torch
-from support.mailbox import InboxTransport
 
 from bench import Unmeasurable
 from bench.report import Result
@@ -42,6 +41,7 @@ from tests.chaos import fuzz
 from tests.chaos.fuzz_mutate import mutated, resealed
 from tests.chaos.fuzz_server import HONEST, PLAN
 from tests.chaos.fuzz_targets import SECRET, Target, targets
+from tests.support.mailbox import InboxTransport
 
 ROOT = Path(__file__).parents[2]
 PART, LEAST, MOST = 50, 200, 20_000

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import time
 from typing import Any
 
 from commlayer.cluster.membership import membership
@@ -15,11 +14,6 @@ def leave_silently(coordinator: Coordinator, token: str) -> None:
     """Removes a member as after its silence."""
     with coordinator._lock:
         coordinator._state = membership.leave(coordinator._state, token, "silent")
-
-
-def resume_now(coordinator: Coordinator) -> None:
-    """Makes the coordinator one that has resumed its job at this moment."""
-    coordinator._resumed_s = time.monotonic()
 
 
 def watches_of(coordinator: Coordinator) -> Any:

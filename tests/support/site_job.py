@@ -352,7 +352,7 @@ class Faults:
             bucket = next(b.id for b in connection.plan.buckets if b.server == 0)
             header = Header(Kind.PUSH, connection.worker.now.generation, connection.worker.step, bucket, codec=99,
                             sender=connection.id, weight=1.0)
-            connection.uplink.transport.send(SERVER_BASE, header, b"no payload of this codec")
+            connection.uplink.transport.request(SERVER_BASE, header, b"no payload of this codec")
         else:
             connection.uplink.transport.send(SERVER_BASE, Header(Kind.HELLO, sender=connection.id))
         self.failed.wait(WAIT_S)

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import secrets
 import socket
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -100,12 +99,9 @@ class Coordinator:
                 raise InvalidInput("E-SETTING", f"{what}: got {count}, allowed: 0 to {SERVER_BASE}")
         self.over, self._empty = ended or threading.Event(), threading.Event()
         self._journal, self._embedded = journal, embedded
-        self._resumed_s = -math.inf
-        """When this coordinator resumed its job, by time.monotonic(); minus infinity if it began the job."""
         self.events = JobEvents(events or log_of_job())
         if journal is not None and journal.recovered is not None:
-            self._resumed_s = time.monotonic()
-            self._state = resumed_state(journal.recovered, self._resumed_s)
+            self._state = resumed_state(journal.recovered, time.monotonic())
             log.warning("journal: resumed a running job of %d workers; to start another job, remove %s",
                         len(self._state.epoch.members) if self._state.epoch else self._state.workers, config.journal)
         else:
@@ -231,26 +227,26 @@ class Coordinator:
                                           max(self._patience_s, self._config.dead_after_s))
 
     def _register_site(self, request: messages.Join) -> messages.JoinReply:
-        """Registers a site, or removes it. Workers of a site that has left are evicted, and those of its previous process if it
-        was restarted. If the site has finished, its workers have, too: they may have left while no coordinator was running."""
+        """Registers a site, or removes it. Evicts the workers of a site that has left before it has finished, and those of its
+        previous process if it was restarted. Workers that finish leave by themselves, or servers report that they have closed
+        their connections."""
         with self._lock:
             seen_s = {p.rank: p.seen_s for p in self._state.registrations.values() if p.join.kind == "worker" and p.present}
             still_s = membership.own_pause_s(self._state, time.monotonic())
+        former = self._rendezvous.left
         self._rendezvous.replace_restarted_site(request, seen_s, still_s)
-        self._end_departed()  # before the site registers, which counts the workers that are left
+        self._evict_departed(former)  # before the site registers, which counts the workers that are left
+        former = self._rendezvous.left
         reply = self._rendezvous.register(request)
-        self._end_departed(finished=request.leave == messages.FINISHED)
+        if request.leave != messages.FINISHED:
+            self._evict_departed(former)
         return reply
 
-    def _end_departed(self, *, finished: bool = False) -> None:
-        """Evicts the workers of sites that have left. `finished`: True: those that this coordinator never heard from have
-        finished."""
+    def _evict_departed(self, former: Collection[int]) -> None:
+        """Evicts the workers of sites that have left, except for those that had left before (`former`)."""
+        why = {rank: text for rank, text in self._rendezvous.left.items() if rank not in former}
         with self._lock:
-            state, why = self._state, self._rendezvous.left
-            for token, place in state.registrations.items() if finished else ():
-                if place.join.kind == "worker" and place.rank in why and place.seen_s <= self._resumed_s:
-                    state = membership.leave(state, token, messages.FINISHED)
-            self._set(membership.evict_workers(state, why))
+            self._set(membership.evict_workers(self._state, why))
 
     def _challenge(self, nonce: bytes, peer: str) -> Encode:
         caller = self._port.caller(peer).certificate  # raises if TLS is required
