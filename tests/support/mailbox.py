@@ -7,6 +7,7 @@ from typing import Any
 
 from commlayer.errors import CommError
 from commlayer.transport.endpoint import StreamTransport, closed
+from commlayer.transport.handshake import Hello
 from commlayer.transport.protocol import KIND_NAMES, Handle, Header, Key, Message, answer_key, key
 
 
@@ -106,6 +107,11 @@ class InboxTransport(Receives, StreamTransport):
         self.mailbox = Mailbox()
         self.arrived = self.mailbox.deliver
         self.ended = lambda peer, error: self.mailbox.end(error, peer)
+
+    def _refusal(self, hello: Hello, name: str) -> str:
+        if not (reason := super()._refusal(hello, name)):
+            self.mailbox.admit(hello.rank)  # before the welcome: after it the dialer counts as connected
+        return reason
 
     def _connect(self, sock: Any, peer: int, *arguments: Any) -> None:
         self.mailbox.admit(peer)
