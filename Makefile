@@ -36,7 +36,7 @@ $(STAMP)-engines: $(STAMP)
 demo: setup
 	$(BIN)/commlayer demo
 
-# The check before each commit, about 9 minutes on 2 cores: all tests except those marked `nightly` (tests/conftest.py).
+# The check before each commit, 7 to 9 minutes on 2 cores: all tests except those marked `nightly` (tests/conftest.py).
 test: setup types
 	$(BIN)/ruff check .
 	$(BIN)/python -m pytest $(PARALLEL) -m "not nightly" $(addprefix --ignore=,$(ALONE)) tests
