@@ -248,10 +248,10 @@ def predicted_factor(case: Case, noise: float = 0.0) -> float:
     """The convergence factor by the planner's model. `noise`: the noise scale that was measured in the synchronous training, in
     batches of one worker; 0: unknown."""
     variant = case.variant
-    return 1 + convergence.excess(tables.learning_rows(), variant.codec, recipe_from_plan(variant)._replace(noise=noise)).steps
+    return 1 + convergence.excess(tables.learning_rows(), variant.codec, recipe_of_variant(variant)._replace(noise=noise)).steps
 
 
-def recipe_from_plan(variant: Variant) -> convergence.Recipe:
+def recipe_of_variant(variant: Variant) -> convergence.Recipe:
     return convergence.Recipe(variant.optimizer, variant.codes, variant.every, variant.overlap, variant.late, variant.workers,
                               variant.fragments, numel_of(variant.task))
 

@@ -40,7 +40,7 @@ GLOO_PORTS = range(1 << 12, 1 << 15, 1 << 8)
 PAGE = re.compile(r"page: (http\S+)")
 
 
-class HomeUplink:
+class HomeLink:
     """A home's uplink and downlink."""
 
     def __init__(self, settings: DemoSettings) -> None:
@@ -52,7 +52,7 @@ class Fleet:
 
     def __init__(self, settings: DemoSettings) -> None:
         self._settings = settings
-        self.lines: dict[str, list[HomeUplink]] = {run: [HomeUplink(settings) for _ in range(settings.homes)]
+        self.lines: dict[str, list[HomeLink]] = {run: [HomeLink(settings) for _ in range(settings.homes)]
                                                    for run in (DDP, COMMLAYER)}
         self.page = ""
         """Address of the job's page; "" without."""

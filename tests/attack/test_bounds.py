@@ -376,6 +376,7 @@ def contents(header: Header, body: bytes) -> Iterator[Sent]:
 
 
 @pytest.mark.timeout(1800)
+@pytest.mark.commit(1)
 @pytest.mark.parametrize("name", FRAMES)
 def test_frames_of_a_member(name: str, job: Job) -> None:
     """Replies are read only for whether the server has accepted a plan: only then is the next generation new to it.

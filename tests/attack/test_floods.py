@@ -100,6 +100,7 @@ def job(folders: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> It
         yield Job(stack, folders)
 
 
+@pytest.mark.commit(2)
 @pytest.mark.parametrize(("port", "how", "source", "rate"), [
     ("control", "hold", "127.0.0.2", 5000.0), ("data", "hold", "127.0.0.2", 5000.0), ("control", "enrol", MANY, 500.0),
     ("control", "enrol", "127.0.0.2", 500.0), ("control", "garbage", "127.0.0.2", 5000.0), ("control", "tls", MANY, 5000.0),

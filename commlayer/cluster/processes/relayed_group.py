@@ -341,7 +341,7 @@ class _BucketLayout(threading.local):
             self.rebuilds = False
 
     def check(self, x: torch.Tensor, peer: str) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Returns a function that checks what `peer` broadcasts in place of `x`."""
+        """Returns a function that checks what `peer` broadcasts instead of `x`."""
         if not self.rebuilds:
             return lambda received: received
         indices, self.indices = self.indices, x.flatten().tolist()[:-1] if self.indices is None else None

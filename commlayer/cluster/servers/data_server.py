@@ -375,7 +375,7 @@ class DataServer:
 
     @property
     def sums(self) -> Summation | None:
-        """The sums of the plan in force; None before start()."""
+        """The sums of the active plan; None before start()."""
         return None if self._server is None else self._server.core
 
     @property

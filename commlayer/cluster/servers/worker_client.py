@@ -126,12 +126,6 @@ class WorkerClient:
         """Switches to the epoch. Departures of peers outside that epoch are ignored from now on."""
         self.membership.switch(epoch)
 
-    def exchanges_at_exit(self, member: int) -> int:
-        """Returns the number of exchanges to which that worker contributed before it left in order; -1 if it has not left in
-        order."""
-        departure = self.membership.left.get(peer_name(member))
-        return -1 if departure is None or departure.reason != messages.FINISHED else departure.exchanges
-
     def subscribe(self, fail: Fail, stalled: OnStalled, left: Left, generation: int = 1) -> None:
         """Subscribes to deaths (`fail`), orderly departures (`left`) and the servers' stall reports of that generation
         (`stalled`). Replaces the previous subscriber."""

@@ -74,7 +74,7 @@ class FiniteSteps(Component):
         have not been applied."""
         if finite and self._found is None:
             self._in_row.pop(0, None)
-        self._found, self._dropped = "" if finite else self._name_guilty_ranks(own), False
+        self._found, self._dropped = "" if finite else self._name_ranks_not_finite(own), False
         if dropped and self._found:
             self._count_dropped_step(0, f"gradients of {self._found}", "they are dropped on all ranks")
 
@@ -171,10 +171,10 @@ class FiniteSteps(Component):
         finite on this rank; -1 if there is none."""
         self._spoilt = 0 if finite else self._spoilt + 1
         if not finite:
-            self._report_dropped_step(f"weights of {self._name_guilty_ranks(own)}",
+            self._report_dropped_step(f"weights of {self._name_ranks_not_finite(own)}",
                                       "all ranks return to those of the last exchange", self._spoilt)
 
-    def _name_guilty_ranks(self, own: int) -> str:
+    def _name_ranks_not_finite(self, own: int) -> str:
         """Returns a text that names the ranks with non-finite values, and the first such tensor. All ranks call it together."""
         context, guilty, numbers = self._context, list[int](), list[int]()
         first = -1
