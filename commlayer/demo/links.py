@@ -21,6 +21,8 @@ CHUNK_NBYTES = 8 << 10
 """Connections of one link take turns after this many bytes."""
 BUFFER_NBYTES = 64 << 10
 """Receive buffer of a relayed connection, which the kernel doubles: a queue of some 50 ms at 20 Mb/s."""
+IDLE_PASSES = 10
+"""After this many passes of the event loop without a task, no accepted connection starts one any more."""
 BURST_S = 0.01
 """Seconds of its rate that a link makes up for after the relay woke too late."""
 
@@ -121,11 +123,14 @@ class Relay:
     async def _end(self) -> None:
         for server in self._servers:
             server.close()
-        while tasks := asyncio.all_tasks() - {asyncio.current_task()}:  # those of a connection begin after it was accepted
+        idle = 0
+        while idle < IDLE_PASSES:
+            tasks = asyncio.all_tasks() - {asyncio.current_task()}
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             await asyncio.sleep(0)
+            idle = 0 if tasks else idle + 1
 
     def _run(self, what: Coroutine[Any, Any, Any]) -> Any:
         return asyncio.run_coroutine_threadsafe(what, self._loop).result()
