@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import struct
 import zlib
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 
@@ -111,6 +111,10 @@ class Given(msgspec.Struct):
     told: GivenState
     weights: int | None = None
 
+    def __iter__(self) -> Iterator[str]:
+        """The names of the tensors."""
+        return iter(())
+
     @property
     def values(self) -> object:
         """What is equal on all members: a member may not know the names of workers that have left again."""
@@ -137,7 +141,7 @@ class Replica:
         return msgspec.msgpack.encode(Given(GivenState(follow=True, step=step, row=context.rows.transport.number,
                                                        generation=context.plan_number, matched=context.world.matched)))
 
-    def remaining_state(self, state: Given) -> Any:
+    def remaining_state(self, state: Given, given: Collection[str]) -> Any:
         return Given(state.told)
 
     def encoded(self, state: Given, *, apart: bool) -> tuple[bytes, bytes]:
@@ -219,6 +223,7 @@ class Worker:
     (`uplink`). Until it has the job's state it waits for that."""
 
     error, late, address, waits = None, False, "", SimpleNamespace(notice_s=0.0)
+    groups = SimpleNamespace(waits=lambda *_: contextlib.nullcontext())
 
     def __init__(self, world: Network, rank: int, home: Home) -> None:
         self.world, self.id, self.home = world, rank, home

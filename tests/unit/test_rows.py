@@ -24,7 +24,7 @@ from commlayer.engine.start.result_follower import ResultFollower
 from commlayer.engine.step.update_norms import LENGTHS
 from commlayer.errors import CommError, CorruptFrame, DeadlineExceeded, find_error_code
 from commlayer.records import Job, Plan
-from commlayer.transport.protocol import SERVER_BASE, Header, Kind, Message
+from commlayer.transport.protocol import SERVER_BASE, Flag, Header, Kind, Message
 
 WORLD, GENERATION = 3, 1
 JOINS = 3
@@ -234,3 +234,26 @@ def test_oversized_row_is_refused_and_named() -> None:
     header = Header(Kind.PUSH, GENERATION, 0, ROW_BUCKET, codec=GATHER, sender=0)
     with pytest.raises(CorruptFrame, match="worker 0: .*a row has"):
         core.push(Message(0, header, memoryview(bytes(ROW_NBYTES + 1))), 0.0)
+
+
+def test_row_is_not_aborted() -> None:
+    """An aborted sum has the reason of one member as its result, which would replace the rows of all."""
+    core = Summation(0, GENERATION, {ROW_BUCKET: GatherOps(1)}, {ROW_BUCKET: (0,)})
+    header = Header(Kind.PUSH, GENERATION, 0, ROW_BUCKET, codec=GATHER, sender=0, flags=Flag.ABANDON)
+    with pytest.raises(CorruptFrame) as error:
+        core.push(Message(0, header, memoryview(b"\x90")), 0.0)
+    assert (error.value.peer, error.value.code) == ("worker 0", "E-FRAME")
+
+
+def test_missing_row_is_that_of_the_member_that_the_server_names(hub: Site) -> None:
+    rows = ranks(hub, timeout_s=0.05)[0]
+    section = rows.section("digests")
+    section.start(1.0)
+    rows.send()
+    rows.transport.stalled(1, (2,))  # of another row
+    assert rows.transport.missing() == ()
+    rows.transport.stalled(0, (1, 2))
+    assert rows.transport.missing() == ("worker 1", "worker 2")
+    with pytest.raises(DeadlineExceeded) as error:
+        section.read()
+    assert error.value.peer == "worker 1, worker 2"

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from commlayer.engine.epochs.schedule import LEAD, MOST_AT_ONCE, EpochProposal, Joining, decide, propose
+from commlayer.engine.epochs.schedule import LEAD, MOST_AT_ONCE, EpochProposal, Joining, agreed, decide, propose
 
 STEP, NONE = 10, EpochProposal(0, 0, 0)
 
@@ -32,6 +32,19 @@ def test_rows_of_a_step_decide_in_any_order(joined: int, proposals: list[EpochPr
         decided = decide(joined, STEP, order)
         assert [one.member for one in decided] == members
         assert [one.number for one in decided] == [joined + place for place in range(1, len(members) + 1)]
+
+
+A, B = EpochProposal(1, 5, 2), EpochProposal(1, 6, 3)
+
+
+@pytest.mark.parametrize(("rows", "proposals"), [
+    ([[A]], [A]), ([[A], [A]], [A]), ([[A], [NONE]], []), ([[A], [A], [B]], [A]), ([[A], [B], [NONE]], []),
+    ([[A], [A], [EpochProposal(1, 5, 9)]], [A]),  # another generation
+    ([[A, A, A], [NONE], [NONE]], []),  # a row counts once
+    ([[A, B], [A, B], [NONE]], [A, B]),
+])
+def test_more_than_half_of_the_rows_admit_a_worker(rows: list[list[EpochProposal]], proposals: list[EpochProposal]) -> None:
+    assert [p for p in agreed(rows) if p != NONE] == proposals
 
 
 def test_worker_begins_when_all_members_can_have_reported_it() -> None:

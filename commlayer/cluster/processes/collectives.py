@@ -69,6 +69,8 @@ class Groups:
         self.local = self.site.index(self.rank)
         self.waiting_since = 0.0
         """When the pending call that waits for other ranks began, by time.monotonic(); 0 if no call waits."""
+        self.missing: Callable[[], tuple[str, ...]] = tuple
+        """Returns the names of the peers that the call waits for, as far as they are known."""
         self._all = Channel(self.members.group(timeout_s=timeout_s), "over all ranks")
         self._inside: NodeGroups | None = self._nodes() if former is None else former._inside
         self._hosts: Channel | None = None
@@ -136,15 +138,11 @@ class Groups:
         """How long a collective may wait for other ranks, in seconds."""
         return self.timeout_s
 
-    def missing(self) -> tuple[str, ...]:
-        """Returns the ranks that a pending collective waits for: always empty, since collectives do not report them."""
-        return ()
-
     @contextlib.contextmanager
-    def waits(self, what: str) -> Iterator[None]:
-        """Context manager around a collective between two steps that waits for other ranks: sets `waiting_since`, and turns
-        torch's errors into a CommError that names the collective."""
-        self.waiting_since = time.monotonic()
+    def waits(self, what: str, missing: Callable[[], tuple[str, ...]] = tuple) -> Iterator[None]:
+        """Context manager around a wait for other ranks between two steps: sets `waiting_since`, and turns torch's errors into
+        a CommError that names the collective. `missing`: see the attribute; collectives know no names."""
+        self.waiting_since, self.missing = time.monotonic(), missing
         try:
             with torch_errors(what):
                 yield

@@ -89,6 +89,8 @@ class RowTransport:
 
     number, joined = 0, 0
     """Number of the next row, and Header.joined of rows, if a server collects them."""
+    late_s = 0.0
+    """How much later than the other ranks one rank may send a row, in seconds, if that is longer than `timeout_s`."""
 
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
@@ -101,7 +103,15 @@ class RowTransport:
         """Starts again for another plan. Rows in flight are dropped."""
 
     def allow(self, late_s: float) -> None:
-        """Sets, in seconds, how much later than the other ranks one rank may send a row from now on; `timeout_s` at least."""
+        """Sets `late_s` from now on."""
+        self.late_s = late_s
+
+    def stalled(self, number: int, missing: tuple[int, ...]) -> None:
+        """Stores a server's report that row `number` waits for the members `missing`."""
+
+    def missing(self) -> tuple[str, ...]:
+        """Returns the names of the members that have not sent the row in flight, as far as they are known."""
+        return ()
 
     def close(self) -> None:
         """Ends the exchange of rows."""
@@ -147,7 +157,8 @@ class StepRows:
             self.send()
         if not row.received:
             assert row.pending is not None
-            rows = row.pending.wait(time.monotonic() + min(patience_s, self.transport.timeout_s), self.failed)
+            limit_s = max(self.transport.timeout_s, self.transport.late_s)
+            rows = row.pending.wait(time.monotonic() + min(patience_s, limit_s), self.failed)
             rows = {sender: numbers for sender, numbers in rows.items() if numbers != LEAVES}
             if {*rows} != {*self._numbers} and not self._may_leave:
                 raise CorruptFrame(f"sends rows of {len(rows)} ranks, expected {len(self._numbers)}", peer="server 0")
@@ -275,7 +286,7 @@ class GatheredRows(RowTransport):
 
     def __init__(self, members: Members, timeout_s: float) -> None:
         super().__init__(timeout_s)
-        self._members, self._late_s = members, timeout_s
+        self._members = members
         self._group: Any = members.group(timeout_s=timeout_s, backend="gloo")
 
     def start(self, row: list[float], what: str) -> PendingRows:
@@ -289,10 +300,9 @@ class GatheredRows(RowTransport):
         return _GatheredRow(messages)
 
     def allow(self, late_s: float) -> None:
-        late_s = max(late_s, self.timeout_s)
-        if late_s != self._late_s:
-            set_timeout(self._group, late_s)
-        self._late_s = late_s
+        if late_s != self.late_s:
+            set_timeout(self._group, max(late_s, self.timeout_s))
+        super().allow(late_s)
 
     def close(self) -> None:
         if self._group is not None and dist.is_initialized():

@@ -10,6 +10,7 @@ import array
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 from commlayer.cluster.calls import messages
@@ -33,6 +34,8 @@ class ServedRows(RowTransport):
         self._queue: deque[_ServedRow] = deque()
         """The row in flight, and the rows after it."""
         self._generation = 0
+        self._stalled = -1, tuple[int, ...]()
+        """The server's last report of members that have not sent their row: its number, and theirs."""
 
     def start(self, row: list[float], what: str) -> PendingRows:
         body = array.array("d", row).tobytes()
@@ -40,7 +43,7 @@ class ServedRows(RowTransport):
             header = Header(Kind.PUSH, self._generation, self.number, ROW_BUCKET, codec=GATHER, sender=self._member,
                             joined=self.joined)
             self.number += 1
-            pending = _ServedRow(header, body, what)
+            pending = _ServedRow(header, body, what, self.missing)
             self._queue.append(pending)
             is_first = len(self._queue) == 1
         if is_first:
@@ -60,6 +63,15 @@ class ServedRows(RowTransport):
 
         self._transport.request(SERVER_BASE, row.header, row.body).on_done(answered)
 
+    def stalled(self, number: int, missing: tuple[int, ...]) -> None:
+        self._stalled = number, missing
+
+    def missing(self) -> tuple[str, ...]:
+        number, missing = self._stalled
+        with self._lock:
+            in_flight = self._queue[0].header.step if self._queue else -1
+        return tuple(map(peer_name, missing)) if number == in_flight else ()
+
     def begin(self, generation: int) -> None:
         with self._lock:
             self._queue.clear()
@@ -69,8 +81,9 @@ class ServedRows(RowTransport):
 class _ServedRow:
     """A row that was sent or waits for that, and the answer."""
 
-    def __init__(self, header: Header, body: bytes, what: str) -> None:
-        self.header, self.body, self._what = header, body, what
+    def __init__(self, header: Header, body: bytes, what: str, missing: Callable[[], tuple[str, ...]]) -> None:
+        """`missing` returns the names of the members that have not sent the row in flight, as far as they are known."""
+        self.header, self.body, self._what, self._missing = header, body, what, missing
         self._over = threading.Event()
         self._answer: Any = None
 
@@ -87,8 +100,11 @@ class _ServedRow:
                 raise cause
             if time.monotonic() >= deadline:
                 # The header's step counts rows, so the error names what the row is for, and no step.
-                raise DeadlineExceeded(f"sent no rows of all ranks before the deadline: {self._what}",
-                                       peer=peer_name(SERVER_BASE))
+                server = peer_name(SERVER_BASE)
+                if names := self._missing():
+                    raise DeadlineExceeded(f"sent no row before the deadline ({server} waits for it): {self._what}",
+                                           peer=", ".join(names))
+                raise DeadlineExceeded(f"sent no rows of all ranks before the deadline: {self._what}", peer=server)
         return rows_in(self._answer.message())
 
 

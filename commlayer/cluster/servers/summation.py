@@ -33,6 +33,7 @@ from commlayer.cluster.servers.bucket_sum import (
     corrupt_frame,
     divided_afterwards,
 )
+from commlayer.cluster.servers.gather import GATHER
 from commlayer.errors import CorruptFrame, InvalidInput, RecordError
 from commlayer.records import complete
 from commlayer.transport.protocol import SERVER_BASE, Flag, Header, Kind, Message, peer_name
@@ -273,6 +274,8 @@ class Summation:
         if bool(h.flags & Flag.MEAN) != ops.means and not h.flags & Flag.ABANDON:
             verb, kind = ("lacks", "a mean of buffers") if ops.means else ("has", "a sum of gradients")
             raise corrupt_frame(message, f"{verb} flag MEAN, but this bucket is {kind}")
+        if h.flags & Flag.ABANDON and ops.codec == GATHER:
+            raise corrupt_frame(message, "aborts an exchange of rows, but only steps can be aborted")
         bound = MOST_REASON_NBYTES if h.flags & Flag.ABANDON else ops.bound
         if len(message.body) > bound:
             raise corrupt_frame(message, f"sent {len(message.body)} bytes, but a payload of this bucket has at most {bound}")

@@ -36,7 +36,7 @@ from commlayer.engine.buckets.bucket import WorkerBucket
 from commlayer.engine.components import Pending
 from commlayer.engine.epochs.plan_switch import Recut
 from commlayer.engine.epochs.replica import Replica
-from commlayer.engine.epochs.schedule import LEAD, MOST_AT_ONCE, EpochProposal, Joining, decide, propose
+from commlayer.engine.epochs.schedule import LEAD, MOST_AT_ONCE, EpochProposal, Joining, agreed, decide, propose
 from commlayer.engine.epochs.state_relay import BATCH_NBYTES, WINDOW, NewestEpoch, StateRelay
 from commlayer.engine.hooks.callbacks import weakly
 from commlayer.engine.job.fixed_members import FixedMembers
@@ -90,6 +90,10 @@ class ChangingMembers(FixedMembers):
         """The followers that, as far as this rank knows, have the weights under the current plan."""
         self._can_follow = can_follow(context.worker.buckets)
         self._transfer: threading.Thread | None = None
+        self._receivers: tuple[str, ...] = ()
+        """The thread of the last transfer of the state, and the names of the workers that receive it."""
+        self._snapshot = frozenset[int](), frozenset[str]()
+        """The workers that have received the last snapshot, and the names of its tensors."""
         self._admits = True
         """True: workers can begin in the exchange that begins now."""
         context.members = self
@@ -177,10 +181,9 @@ class ChangingMembers(FixedMembers):
         if gone:
             self._change(gone, at=self.confirmed)
         self.confirmed = self.row_exchanged_steps
-        found = [proposals_in(row) for row in rows.values()]
-        join = [p for each, _ in found for p in each if p.member not in self.admitted]
-        follow = [p for _, each in found for p in each if p.member not in self.admitted | self.followers]
-        self._decide(join, follow)
+        join, follow = (agreed(proposals) for proposals in zip(*map(proposals_in, rows.values()), strict=True))
+        self._decide([p for p in join if p.member not in self.admitted],
+                     [p for p in follow if p.member not in self.admitted | self.followers])
 
     def _decide(self, join: Sequence[EpochProposal], follow: Sequence[EpochProposal]) -> None:
         """Admits the sites that the rows name."""
@@ -239,6 +242,11 @@ class ChangingMembers(FixedMembers):
         if gone := self._departed():
             self._change(gone, at=self.confirmed)
 
+    @property
+    def admits_now(self) -> bool:
+        worker = self._context.worker
+        return bool(self._joining) and self._admits and not worker.begun and worker.step >= self._joining[0].first
+
     def begin_exchange(self) -> None:
         """Lets the workers that join take part from the exchange on that begins now, if it is their first one."""
         if self._following and self._admits and self._context.worker.step >= self._following[0].first:
@@ -264,7 +272,10 @@ class ChangingMembers(FixedMembers):
         epoch = structs.replace(epoch, generation=epoch.generation + len(gone) + len(new), members=(*givers, *new))
         state = self._replica.state_for_joiner(context, plan_for_members(context.plan, before, epoch.members), epoch)
         follow = {one.member for one in joining} <= self.followers
-        data = self._replica.encoded(self._replica.remaining_state(state) if follow else state, apart=context.stepped_apart())
+        receivers, given = self._snapshot
+        if follow:
+            state = self._replica.remaining_state(state, given if {one.member for one in joining} <= receivers else ())
+        data = self._replica.encoded(state, apart=context.stepped_apart())
         if worker.plan.steps_locally:
             self._enter(new)
         else:
@@ -282,6 +293,7 @@ class ChangingMembers(FixedMembers):
         context.complete(Pending.STEP)
         context.rows.send()
         state = self._replica.state_for_joiner(context, context.plan, context.uplink.epoch)
+        self._snapshot = frozenset(one.member for one in following), frozenset(state)
         self._start_transfer([m.rank for m in context.uplink.epoch.members], following,
                              self._replica.encoded(state, apart=context.stepped_apart()), "snapshot")
 
@@ -293,6 +305,7 @@ class ChangingMembers(FixedMembers):
             self.adopt_epoch(known)
 
     def _start_transfer(self, givers: Sequence[int], joining: Sequence[Joining], state: tuple[bytes, bytes], name: str) -> None:
+        self._receivers = tuple(peer_name(one.member) for one in joining)
         transfer = functools.partial(self._transfer_state, givers, joining, state, name, self._transfer)
         self._transfer = threading.Thread(target=transfer, name="commlayer-state", daemon=True)
         self._transfer.start()
@@ -300,7 +313,8 @@ class ChangingMembers(FixedMembers):
     def _end_transfer(self) -> None:
         """Waits for the running transfer. Each of its waits has a deadline."""
         if self._transfer is not None:
-            self._transfer.join()
+            with self._context.groups.waits("transfer of the state", lambda: self._receivers):
+                self._transfer.join()
             self._context.worker.check()
 
     def _transfer_state(

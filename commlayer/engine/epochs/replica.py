@@ -7,7 +7,7 @@ exchange. The format is safetensors plus plain values, without pickle.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
@@ -159,11 +159,13 @@ class Replica:
             generation=worker.now.generation, matched=local is not None and local.matches_norms,
             first_world=context.first_world))})
 
-    def remaining_state(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Returns the part of a result of `state_for_joiner` that a worker still needs after it has received and followed an
-        earlier one. The moments of its optimizer may be older, because each rank has its own."""
+    def remaining_state(self, state: Mapping[str, torch.Tensor], given: Collection[str]) -> dict[str, torch.Tensor]:
+        """Returns the part of a result of `state_for_joiner` that a worker still needs after it has received an earlier one,
+        with the tensors `given`, and followed the exchanges since. The moments of its optimizer may be older, because each rank
+        has its own."""
         return {name: t for name, t in state.items()
-                if not name.startswith(("parameter.", VELOCITY)) and not (name.startswith(STATE) and t.numel() > 1)}
+                if not name.startswith(("parameter.", VELOCITY))
+                and not (name in given and name.startswith(STATE) and t.numel() > 1)}
 
     def encoded(self, state: Mapping[str, torch.Tensor], *, apart: bool) -> tuple[bytes, bytes]:
         """Encodes a result of `state_for_joiner`: what only this rank gives, and what is equal on all ranks. `apart`: True if

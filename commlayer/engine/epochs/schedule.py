@@ -1,17 +1,18 @@
 """Decides from rows which workers join a job next, or begin to follow it, and in which step. Pure functions.
 
 A member that learns of joining workers proposes them in its row. The rows of a step are one exchange: all members receive the
-same rows, even if some die. The rows decide, so no further agreement is needed. The workers become members LEAD steps later,
-under local steps in the next outer step; all workers of a site in the same one. Until then each member has reported them to all
-servers and has their acknowledgements.
+same rows, even if some die. What more than half of them propose is decided, so no further agreement is needed. The workers
+become members LEAD steps later, under local steps in the next outer step; all workers of a site in the same one. Until then
+each member has reported them to all servers and has their acknowledgements.
 
 A removal needs no agreement: servers learn of it from the coordinator, and close sums without the removed member.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from itertools import islice
+from itertools import chain, islice
 from typing import NamedTuple
 
 LEAD = 2
@@ -52,6 +53,13 @@ def propose(joined: int, new: Iterable[Sequence[int]], generation: int) -> list[
         proposals.append(EpochProposal(joined + 1, site[0], generation, len(site)))
         joined += len(site)
     return proposals + [EpochProposal(0, 0, 0)] * (MOST_AT_ONCE - len(proposals))
+
+
+def agreed(rows: Sequence[Iterable[EpochProposal]]) -> list[EpochProposal]:
+    """Returns the proposals that more than half of the rows make. So no member alone admits workers, and a worker waits until
+    most members know of it."""
+    counts = Counter(chain.from_iterable(map(set, rows)))
+    return [p for p, count in counts.items() if 2 * count > len(rows)]
 
 
 def decide(joined: int, first: int, proposals: Iterable[EpochProposal]) -> list[Joining]:

@@ -52,6 +52,11 @@ class FixedMembers(Component):
         return set()
 
     @property
+    def admits_now(self) -> bool:
+        """True: workers join in the step that this rank begins next."""
+        return False
+
+    @property
     def entering(self) -> bool:
         """True: a worker takes part in the current step for the first time."""
         return False

@@ -25,6 +25,7 @@ from commlayer.cluster.processes import site_process_group
 from commlayer.cluster.processes.child_processes import EmbeddedServer
 from commlayer.cluster.processes.collectives import Groups, gather_values
 from commlayer.cluster.processes.rows import StepRows
+from commlayer.cluster.servers.gather import ROW_BUCKET
 from commlayer.cluster.servers.server_codecs import expected_nbytes
 from commlayer.cluster.servers.worker_client import WorkerClient, leave_job
 from commlayer.compressors import make_codec
@@ -429,7 +430,13 @@ class DistributedJob(JobContext):
             if (error := worker.finished_peers.add(peer, exchanges)) is not None:
                 fail(error)
 
-        self.uplink.subscribe(fail, worker.stalled, left, worker.now.generation)
+        def stalled(bucket: int, step: int, missing: tuple[int, ...]) -> None:
+            if bucket == ROW_BUCKET:
+                self.rows.transport.stalled(step, missing)
+            else:
+                worker.stalled(bucket, step, missing)
+
+        self.uplink.subscribe(fail, stalled, left, worker.now.generation)
 
     def _row_failed(self) -> BaseException | None:
         """Returns why no row of all ranks can arrive any more. Returns None if there is no such reason."""
