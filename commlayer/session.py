@@ -88,9 +88,14 @@ class Session:
 
         A script with several sessions, such as a GAN's, enters all of them: `with first.join(), second.join():`.
 
+        Under local steps, a rank that leaves the loop first exchanges its last steps, and then takes part in the others'
+        exchanges with weight 0. At the end all ranks have equal weights once flush() has exchanged what still overlaps. Each
+        rank keeps its own optimizer state, as always under local steps. Inside the context, ranks wait for one another at each
+        exchange.
+
         The plan does not change while a rank is out of batches. Under sync="forward", backward() waits for results inside the
         context. Schedulers are not copied: step them after the context. An exception inside ends the session, and the other
-        ranks fail with its reason. Local steps are not supported.
+        ranks fail with its reason.
         """
         return self._driver.join()
 

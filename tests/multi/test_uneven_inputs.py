@@ -132,6 +132,67 @@ def test_averages_are_over_ranks_with_batches_and_replicas_end_equal(how: str, k
                     assert float((value - expected[name]).norm()) < 0.1 * float(moved.norm()), name
 
 
+def train_locally(rank: int, how: str, sync: Any, address: str) -> dict[str, Any]:
+    model = mlp()
+    optimizer = make("sgd", model)
+    config = quick(ranks_per_node=WORLD if how == "allreduce" else 1, join=address, deadline_s=FAR_S, drift_steps=2)
+    passes, states = [], []
+    codec = None if sync == "auto" or how == "allreduce" else "identity()"
+    with commlayer.attach(model, optimizer, compression=codec, sync=sync, config=config) as session:
+        for batches in BATCHES:
+            with session.join():
+                for step in range(batches[rank]):
+                    optimizer.zero_grad()
+                    loss_of(model, rank, step).backward()
+                    optimizer.step()
+            passes.append(session.step)
+            session.flush()
+            states.append({name: value.clone() for name, value in model.state_dict().items()})
+        return {"passes": passes, "states": states, "decisions": [*session.inspect.decisions()]}
+
+
+def locally_by_hand(every: int) -> list[dict[str, torch.Tensor]]:
+    """Each exchange averages the changes of the ranks that have made a step since the last one."""
+    models = [mlp() for _ in range(WORLD)]
+    optimizers = [make("sgd", model) for model in models]
+    states = []
+    for batches in BATCHES:
+        for begin in range(0, max(batches), every):
+            means = {name: torch.zeros_like(value) for name, value in models[0].state_dict().items()}
+            active = [rank for rank in range(WORLD) if batches[rank] > begin]
+            for rank in active:
+                for step in range(begin, min(begin + every, batches[rank])):
+                    optimizers[rank].zero_grad()
+                    loss_of(models[rank], rank, step).backward()
+                    optimizers[rank].step()
+                for name, value in models[rank].state_dict().items():
+                    means[name] += value / len(active)
+            for model in models:
+                model.load_state_dict(means)
+        states.append(means)
+    return states
+
+
+@pytest.mark.commit(3)
+@pytest.mark.parametrize(("how", "sync"), [
+    ("service", commlayer.LocalSteps(3)), ("allreduce", commlayer.LocalSteps(2)), ("service", commlayer.LocalSteps(1)),
+    ("service", commlayer.LocalSteps(4, fragments=2)), ("service", commlayer.LocalSteps(2, overlap=True)),
+    ("allreduce", commlayer.LocalSteps(4, fragments=2, overlap=True)), ("service", "auto"), ("allreduce", "auto"),
+], ids=str)
+def test_ranks_without_batches_take_part_in_exchanges_of_local_steps(how: str, sync: Any) -> None:
+    with Servers(WORLD, 0 if how == "allreduce" else 1, deadline_s=FAR_S) as servers:
+        results = pool(WORLD).call(train_locally, how, sync, servers.address)
+    exact = sync != "auto" and not sync.overlap and sync.fragments == 1
+    wanted = locally_by_hand(sync.every) if exact else results[0]["states"]
+    for result in results:
+        assert result["passes"] == [sum(map(max, BATCHES[: n + 1])) for n in range(len(BATCHES))]
+        assert not [line for line in result["decisions"] if "differ" in line or "drifted" in line]
+        for got, first, expected in zip(result["states"], results[0]["states"], wanted, strict=True):
+            for name, value in got.items():
+                assert torch.equal(value, first[name]), (name, "differs between ranks")
+                torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-5, msg=name)
+
+
 DRAIN_STEPS, TOPK, INT4 = 40, "topk(ratio=0.3)", "error_feedback(int4())"
 SKIPPED: dict[str, set[int]] = {"none": set(), "every third": {1, 4, 7}, "the last": {max(BATCHES[0]) - 1}}
 """Steps whose averages the script throws away."""
@@ -358,9 +419,6 @@ def again(session: Any) -> None:
 
 
 REFUSED: dict[str, tuple[Callable[[], None], str]] = {
-    "every": (lambda: entered(sync=commlayer.LocalSteps(4)), "every=4"),
-    "updates": (lambda: entered(sync=commlayer.LocalSteps(1)), "local steps"),
-    "auto": (lambda: entered(sync="auto"), "sync='auto'"),
     "no optimizer": (lambda: entered(optimizer=None), "attach(model, optimizer)"),
     "a part": (lambda: entered(optimizer="a part"), "2.weight"),
     "a scaler that attach() was not given": (with_a_scaler, ""),

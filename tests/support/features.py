@@ -396,6 +396,8 @@ FEATURES: dict[str, Feature] = {
     "gpus": Feature(lambda job: plan_of_job(job).ranks_per_node > 1, plain,
                     lambda job: {"plan": job.planned()}),
     "join": Feature(lambda job: job.session.step == STEPS, uneven, lambda _: {"sync": "step"}, joins=False),
+    "join_local": Feature(lambda job: job.session.step == STEPS, uneven, lambda _: {"sync": commlayer.LocalSteps(4)},
+                          joins=False),
     "shares": Feature(lambda job: len(set(job.shares.values())) > 1, moving_shares, more=80),
     "weight": Feature(lambda job: job.compared > 0, weighted, lambda _: {"compression": EXACT}),
     "resume": Feature(exchanged, resuming, joins=False),

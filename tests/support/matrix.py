@@ -63,6 +63,7 @@ FEATURES = {
     "gpus": Feature("sums inside a machine", ("tests/multi/test_paths.py", "tests/nightly/test_site_commands.py",
                                               "tests/nightly/test_site_gpus.py")),
     "join": Feature("`session.join()`", ("tests/multi/test_uneven_inputs.py",)),
+    "join_local": Feature("`session.join()`, local steps", ("tests/multi/test_uneven_inputs.py",)),
     "shares": Feature("`LoadBalancer`", ("tests/nightly/test_shares_live.py",)),
     "weight": Feature("`session.weight(n)`", ("tests/multi/test_exact_averages.py", "tests/nightly/test_law_sessions.py")),
     "resume": Feature("checkpoint of another number of workers",

@@ -12,6 +12,7 @@ from torch import nn
 
 from commlayer.engine.components import Component, ComponentOrder, Pending
 from commlayer.engine.guards.averaging_guard import AveragingGuard
+from commlayer.engine.guards.uneven_inputs import UnevenInputs
 from commlayer.engine.hooks.forward_order import before_forward
 from commlayer.engine.job.job import DistributedJob
 from commlayer.engine.model.optimizers import watch
@@ -37,10 +38,10 @@ class ExchangeSchedule(Component):
     def __init__(
         self, model: nn.Module, parameters: Sequence[nn.Parameter], buffers: Callable[[], list[torch.Tensor]], *,
         outer: OuterSGD, context: DistributedJob, deadline_s: float, guard: AveragingGuard, optimizer: Any,
-        merged: Callable[..., None],
+        merged: Callable[..., None], uneven: UnevenInputs,
     ) -> None:
         """`model`: an exchange can run before a training forward pass of this module. `merged`: see OuterSteps.__init__."""
-        self._model, self._parameters, self._buffers = model, parameters, buffers
+        self._model, self._parameters, self._buffers, self._uneven = model, parameters, buffers, uneven
         self._outer, self._context, self._deadline_s = outer, context, deadline_s
         self._forward: Any = None
         self._guard, self._optimizer, self._merged = guard, optimizer, merged
@@ -201,7 +202,8 @@ class ExchangeSchedule(Component):
         before = 0 if context.local is None else context.local.every
         if context.local is None:
             weights = StepWeights(units.weight)
-            context.local = OuterSteps(self._parameters, plan.local_steps, self._outer, weights, merged=self._merged)
+            context.local = OuterSteps(self._parameters, plan.local_steps, self._outer, weights, merged=self._merged,
+                                       sent=self._uneven.send)
             self._counted = False
             self._forward = before_forward(self._model, lambda model, _: self._before_forward(model))
         if plan.local_steps != before:
@@ -212,6 +214,11 @@ class ExchangeSchedule(Component):
         norms = UpdateNorms(context) if context.matched else None
         context.local.set_schedule(plan.local_steps, fragments=plan.fragments, overlap=plan.overlap == "round", norms=norms)
         context.local.pending_residuals.inherit(context.worker.pending_residuals)
+
+    def take_part(self) -> None:
+        """Takes part in an exchange of the ranks that still have batches."""
+        assert self.local is not None
+        self._exchange(self.local)
 
     def _catch_up(self) -> None:
         if self.local is not None and self.local.exchange_is_due:
@@ -224,7 +231,9 @@ class ExchangeSchedule(Component):
             joined.end_first_step()
             self._context.components.new_members()
             local.recorder.restart()  # the controller that has begun may read the next step's times already
-        self._ended(early=False)
+        self._uneven.end_step()
+        if self._uneven.all_active():
+            self._ended(early=False)
         if local is self.local and not local.under_way and local.every > 1:
             self._worker.release_memory()
 

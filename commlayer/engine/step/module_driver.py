@@ -71,10 +71,10 @@ class ModuleDriver(Driver):
                                      lambda error: context.worker.latch(error))
         context.on_close.append(self._guard.remove)
         finite = FiniteSteps(context, self._parameters, self._guard.held)
+        self._uneven = UnevenInputs(model, context, optimizer, scaler, config.deadline_s)
         schedule = ExchangeSchedule(model, self._parameters, self._buffers_now, outer=outer, context=context,
                                     deadline_s=config.deadline_s, guard=self._guard, optimizer=optimizer,
-                                    merged=finite.exchanged)
-        self._uneven = UnevenInputs(model, context, optimizer, scaler, config.deadline_s)
+                                    merged=finite.exchanged, uneven=self._uneven)
         self._loop = StepLoop(context, self._parameters, [*model.named_parameters()], optimizer=optimizer, scaler=scaler,
                               config=config, guard=self._guard, finite=finite, schedule=schedule, uneven=self._uneven)
         self._overlapped: Callable[[], ForwardOverlap] = lambda: ForwardOverlap(

@@ -93,6 +93,8 @@ class StepLoop(Component):
 
     def count_local(self, *, adds: bool = True) -> bool:
         """Counts a local step if the plan has local steps; see ExchangeSchedule.count. Returns True if it was a local step."""
+        if self.local:
+            self._uneven.check_entered()
         if not self._schedule.count(loss_scale(self._scaler), adds=adds):
             return False
         self._finite.check_local_step()
@@ -155,8 +157,12 @@ class StepLoop(Component):
         self._use.discard()
 
     def take_part(self, buffers: Sequence[torch.Tensor]) -> None:
-        """Takes part, with weight 0, in a step of the ranks that still have batches. This rank's gradients do not change."""
+        """Takes part, with weight 0, in a step or exchange of the ranks that still have batches. This rank's gradients do not
+        change."""
         self.worker.stopwatch.drop()
+        if self.local:
+            self._schedule.take_part()
+            return
         tensors = [*[None] * (len(self.worker.job.tensors) - len(buffers)), *buffers]
         with contextlib.suppress(StepAbandoned):
             self.average(tensors, lambda: tensors)

@@ -200,11 +200,14 @@ class OuterSteps:
 
     def __init__(
         self, parameters: Sequence[nn.Parameter], every: int, outer: OuterSGD, weights: StepWeights, *, fragments: int = 1,
-        overlap: bool = False, norms: Norms | None = None, merged: Callable[..., None] = ignore,
+        overlap: bool = False, norms: Norms | None = None, sent: Callable[[], None] = ignore,
+        merged: Callable[..., None] = ignore,
     ) -> None:
-        """`merged(own, finite=...)` is called after each exchange, on all ranks; `own` is the value of Worker.not_finite.
-        `norms` exchanges norms. None: the ranks do not exchange norms."""
+        """`sent` is called in each exchange when this rank has sent its changes. `merged(own, finite=...)` is called after each
+        exchange, on all ranks; `own` is the value of Worker.not_finite. `norms` exchanges norms. None: the ranks do not
+        exchange norms."""
         self._parameters, self.weights, self._merged, self._outer = parameters, weights, merged, outer
+        self._sent = sent
         self.taken = 0
         """Number of this rank's steps since the last exchange began."""
         self.set_schedule(every, fragments=fragments, overlap=overlap, norms=norms)
@@ -348,6 +351,7 @@ class OuterSteps:
         worker.send(fragment.changes, fragment.number)
         if self._next == 0:
             worker.complete([None] * len(tensors))
+        self._sent()
         if self._norms is not None:
             self._norms.start(weight, worker.sum_in_site(sum_of_squares(fragment.parts), deadline_s))
 

@@ -53,7 +53,7 @@ class Exchange:
     @property
     def has_weight(self) -> bool:
         """True, unless all workers have contributed to the sums with weight 0."""
-        return any(not bucket.served or bucket.exchange.weight for bucket in self.buckets)
+        return any(bucket.exchange.weight for bucket in self.buckets)
 
     def finalize(self, *, applied: bool) -> None:
         """Marks averages as applied, or as discarded: the next launch first rolls them back and reports it to the servers."""
