@@ -334,6 +334,12 @@ def test_servers_refuse_a_different_number_of_workers() -> None:
             assert_refused(line, "E-WORKERS", f"Refused: coordinator {servers.address}: ", f"worker {rank} on ", " 2 ", " 3")
 
 
+def test_plan_for_more_servers_than_the_job_has_is_refused() -> None:
+    with Servers(WORLD, 0) as servers:
+        for line in pool(WORLD).call(join, servers.address):
+            assert_refused(line, "E-PLAN-REFUSED", "plan: ", " 1 servers", " 0: ", "--no-server")
+
+
 def weightless(rank: int, setting: Setting) -> list[str]:
     """On both ranks; then one more step, which must end, too."""
     run, model = Run(rank, WORLD, setting), mlp()

@@ -191,6 +191,9 @@ def _begin(
         config = _placed(config, met.address, notes.append if first else ignore)
         link = _join(job, agreed, groups, servers, config, outbound_only=not met.reachable, elastic=elastic,
                      must_match=must_match if elastic else {})
+        if agreed.servers > (there := len(link.epoch.servers)):
+            raise InvalidInput("E-PLAN-REFUSED", f"plan: it needs {agreed.servers} servers, but the job has {there}: start the "
+                                                 "coordinator without --no-server, or use a plan without servers")
         rows = StepRows(gathered or ServedRows(link.transport, groups.rank, config.deadline_s + patience_s), members,
                         may_leave=elastic)
         context = DistributedJob(terms, groups.rank, groups, rows, link, memory, agreed, job, logs=met.logs, waits=waits,
