@@ -3,7 +3,7 @@
 Homes of one, two or four workers exchange the buckets of each step, or of each outer step in fragments, with the real Summation
 on each server. What members decide is the real ChangingMembers, rows are the real ones, and so is a worker that follows. By
 seed, workers die, hang and leave, homes join, plans change, connections break, frames arrive late, twice or never, and servers
-are killed and resume from journals. Each process receives the coordinator's newest epoch at another time.
+and the coordinator are killed and resume from journals. Each process receives the coordinator's newest epoch at another time.
 """
 
 from __future__ import annotations
@@ -58,6 +58,7 @@ class World(Network):
 
     def _event(self) -> None:
         chance = self.chance
+        self.restart_sometimes()
         if chance.random() < self.deaths * (4 if any(m.follower and not m.started for m in self.members.values()) else 1):
             self._fault()
         if chance.random() < 0.006 and len(self.members) < MOST_WORKERS:

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import msgspec
+
 from commlayer.cluster.calls import messages
-from commlayer.cluster.calls.messages import KvReply, KvRequest
+from commlayer.cluster.calls.messages import KvReply, KvRequest, StoreKey
 from commlayer.cluster.membership import epoch_change, membership
+from commlayer.cluster.membership.coordinator_journal import CoordinatorRecord, resumed_state, without_times
+from commlayer.cluster.membership.kv_store import StoreRow
 from commlayer.cluster.membership.rendezvous_service import RendezvousService
-from commlayer.cluster.membership.sites import AdmissionState
+from commlayer.cluster.membership.sites import AdmissionState, Sites
 from commlayer.config import Config
-from commlayer.records import Bucket, Epoch, Plan, Slice
+from commlayer.records import Bucket, Epoch, Plan, Slice, complete
 from commlayer.transport.handshake import RefusalLog
 from commlayer.transport.protocol import Flag, Header, Kind
 
@@ -52,6 +56,43 @@ class Home:
         self.parts: dict[tuple[int, int, int], dict[int, bytes]] = {}
 
 
+class Journal:
+    """The coordinator's journal, in memory: everything that is read from it was encoded before."""
+
+    def __init__(self) -> None:
+        self._sites, self._job, self._rows = b"", b"", dict[StoreKey, bytes]()
+
+    @property
+    def sites(self) -> Sites | None:
+        return msgspec.msgpack.decode(self._sites, type=complete(Sites)) if self._sites else None
+
+    @property
+    def rows(self) -> dict[StoreKey, StoreRow]:
+        return {key: msgspec.msgpack.decode(row, type=complete(StoreRow)) for key, row in self._rows.items()}
+
+    @property
+    def state(self) -> membership.State:
+        return resumed_state(msgspec.msgpack.decode(self._job, type=complete(CoordinatorRecord)), 0.0)
+
+    def write(self, state: membership.State) -> None:
+        self._job = msgspec.msgpack.encode(without_times(CoordinatorRecord("", "", state)))
+
+    def begin(self, sites: Sites, rows: Mapping[StoreKey, StoreRow]) -> None:
+        self._rows.clear()
+        self.write_sites(sites)
+        for key, row in rows.items():
+            self.write_row(key, row)
+
+    def write_sites(self, sites: Sites) -> None:
+        self._sites = msgspec.msgpack.encode(sites)
+
+    def write_row(self, key: StoreKey, row: StoreRow | None) -> None:
+        if row is None:
+            self._rows.pop(key, None)
+        else:
+            self._rows[key] = msgspec.msgpack.encode(row)
+
+
 class Network:
     """What one schedule is about, apart from its processes."""
 
@@ -88,8 +129,10 @@ class Network:
         sizes = chance.choices((1, 2, 4), (4, 2, 1), k=chance.randint(2, 4))
         self.state = membership.State(sum(sizes), self.servers, min_workers=1, max_workers=99)
         self._lost: dict[int, str] = {}
-        self._store = RendezvousService(sum(sizes), CONFIG, lambda: self._lost, RefusalLog(),
-                                        lambda: AdmissionState(size=-MOST_WORKERS), clock=lambda: 0.0)
+        self._size, self._kept = sum(sizes), Journal()
+        self._store = self._service()
+        own = self._own_chance = random.Random(seed)
+        self.restarts = own.choice((0.0, 0.002, 0.02))
         self._tokens: dict[int, str] = {}
         for number in range(self.servers):
             self.state, _ = membership.join(self.state, messages.server_request(f"10.0.0.1:{number + 1}", number=number), 0.0)
@@ -97,6 +140,7 @@ class Network:
         self._store.begin()
         assert self.state.epoch is not None
         self.epochs = [self.state.epoch]
+        self._kept.write(self.state)
 
     # What the plan says.
 
@@ -118,6 +162,18 @@ class Network:
         return self.chance.random() < 0.5
 
     # The coordinator.
+
+    def _service(self) -> RendezvousService:
+        journal: Any = self._kept
+        return RendezvousService(self._size, CONFIG, lambda: self._lost, RefusalLog(),
+                                 lambda: AdmissionState(size=-MOST_WORKERS), journal, clock=lambda: 0.0)
+
+    def restart_sometimes(self) -> None:
+        """The coordinator is killed, and resumes from its journal."""
+        if self._own_chance.random() < self.restarts:
+            self.counts["coordinators killed"] += 1
+            self.state, self._store = self._kept.state, self._service()
+            self._store.begin()
 
     @property
     def first(self) -> Epoch:
@@ -145,6 +201,7 @@ class Network:
     def changed(self) -> None:
         self.state = epoch_change.next_epoch(self.state)
         assert self.state.epoch is not None
+        self._kept.write(self.state)
         self._lost = {place.rank: place.dead or place.left for place in self.state.registrations.values() if not place.present}
         if self.state.epoch.generation > self.newest.generation:
             self.epochs.append(self.state.epoch)

@@ -22,6 +22,7 @@ from commlayer.cluster.calls.messages import FINISHED, Heartbeat, PeerExit
 from commlayer.cluster.membership import client, epoch_change, membership
 from commlayer.cluster.membership.coordinator import Coordinator
 from commlayer.cluster.servers.data_server import DataServer
+from commlayer.cluster.servers.gather import ROW_BUCKET
 from commlayer.cluster.servers.summation_server import Joins, Stalled
 from commlayer.config import host_port
 from commlayer.errors import PeerLost, Refused
@@ -122,6 +123,18 @@ def test_reported_worker_joins_and_the_report_can_be_repeated(opened: Opened) ->
     cell = job.serving.sums.cells[0]
     assert (cell.members, cell.joining) == ((0, 2), {3: 1})
     job.end(3)
+
+
+def test_workers_that_come_and_go_need_no_further_room(opened: Opened) -> None:
+    job = Served(opened)
+    end, first, bounds = job.end(0), job.newest.members[0], set()
+    for number in range(1, 9):
+        new = 2 + number
+        job.newest = msgspec.structs.replace(job.epoch, generation=1 + 2 * number, members=(first, Member(new, new, "host")))
+        assert job.report(end, Joins(number, new, job.newest.generation)) == ""
+        assert job.serving.sums is not None
+        bounds.add(job.serving.sums.cells[ROW_BUCKET].ops.bound)
+    assert len(bounds) == 1
 
 
 @pytest.mark.parametrize(("joins", "problem"), [

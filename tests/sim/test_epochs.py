@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
 from msgspec import structs
 
 from commlayer.cluster.membership import epoch_change
+from commlayer.cluster.membership.kv_store import KvStore
 from commlayer.cluster.membership.rendezvous_service import RendezvousService
 from commlayer.cluster.servers.bucket_sum import BucketSum
 from commlayer.cluster.servers.summation import Summation
@@ -38,7 +39,7 @@ def test_epochs_hold_under_faults() -> None:
         assert world.run() == [], seed
         counts += world.counts
     for what in ("joins", "joins after following", "snapshots begun again", "followers lost", "follower ends", "plans",
-                 "homes lost", "servers killed", "dies", "hangs", "is dropped by mistake", "leaves", "connections broken"):
+                 "homes lost", "servers killed", "coordinators killed", "dies", "hangs", "is dropped by mistake", "leaves", "connections broken"):
         assert counts[what] > SCHEDULES / 20, f"hardly any: {what}"
 
 
@@ -104,6 +105,10 @@ def one_worker(*arguments: Any) -> list[EpochProposal]:
     return [p._replace(workers=min(p.workers, 1)) for p in PROPOSE(*arguments)]
 
 
+def empty(self: KvStore, workers: Mapping[str, int] = {}, _rows: object = ()) -> None:
+    NEW(self, workers)
+
+
 def unanswered(self: Summation, message: Message) -> list[Any]:
     replies = FOLLOW(self, message)
     self._cell(message).followers.clear()
@@ -119,7 +124,7 @@ def waits(self: ChangingMembers) -> None:
     SNAPSHOT(self)
 
 
-SNAPSHOT = ChangingMembers._give_snapshot
+SNAPSHOT, NEW = ChangingMembers._give_snapshot, KvStore.__init__
 PROPOSE, FOLLOW, BEGIN = changing_members.propose, Summation.follow, ResultFollower.begin
 START, GIVEN, COMPLETE, MEET = Server.start, Replica.state_for_joiner, Transfer._complete, World.meet
 LOST, DECIDE, FIRST = RendezvousService.find_lost_writers, ChangingMembers._decide, ChangingMembers._first
@@ -149,6 +154,7 @@ BROKEN: list[tuple[str, Any, str, Any, str]] = [
     ("a worker that follows skips a result", ResultFollower, "begin", begins_late, "differ"),
     ("a worker that follows does not scale means", ResultFollower, "_norms", lambda self, deadline: [], "differ"),
     ("members wait until a worker follows", ChangingMembers, "_give_snapshot", waits, "only follow"),
+    ("a restarted coordinator has lost its store", KvStore, "__init__", empty, "further"),
     ("a worker follows a plan that has ended", Summation, "end_follows", lambda self: [], "follows"),
 ]
 

@@ -96,6 +96,7 @@ class DataServer:
         self._await_epoch: AwaitEpoch | None = None
         self._joined: list[int] = []
         """Workers that have joined since, in the order in which all members count them."""
+        self._most_present = 0
         self._sites: dict[int, tuple[int, ...]] = {}
         """Maps the members of all epochs that this server has received, and workers that have joined, to the ranks of their
         sites. The site of a worker that was in no such epoch is unknown: that worker has left again."""
@@ -154,6 +155,13 @@ class DataServer:
         return set() if self._newest is None else {m.rank for m in self._newest.members}
 
     @property
+    def _most_rows(self) -> int:
+        """Largest number of rows in a sum of rows: that of workers that were members at the same time. A worker that has joined
+        sends its first row after that sum."""
+        self._most_present = max(self._most_present, len(self._present & {*self._all_members}))
+        return self._most_present
+
+    @property
     def _unseen(self) -> int:
         """Number of workers that the coordinator has admitted and removed again between two epochs that this server has
         received. The generation of an epoch counts all admissions and removals."""
@@ -180,6 +188,7 @@ class DataServer:
         former = self._former(epoch, server)
         self._newest, self._epoch, self._await_epoch = epoch, former.epoch if former else epoch, await_epoch
         self._joined = [*former.joined] if former else []
+        self._most_present = len(self._epoch.members)
         self._note_sites(self._epoch)
         self._note_sites(epoch)
         self._sites = {member: (member,) for member in self._joined} | self._sites
@@ -269,7 +278,7 @@ class DataServer:
         """Returns the codec operations of the plan's buckets, and of the bucket of rows on server 0. They inherit residuals."""
         assert self._epoch is not None
         before = [ops for ops in self._ops.values() if isinstance(ops, CodecOps)]
-        rows: dict[int, BucketOps] = {ROW_BUCKET: GatherOps(len(self._all_members))} if server == 0 else {}
+        rows: dict[int, BucketOps] = {ROW_BUCKET: GatherOps(self._most_rows)} if server == 0 else {}
         return rows | make_codec_ops(plan, server, before, gradients=self._epoch.gradients)
 
     def _limits(self, plan: Plan, server: int) -> SizeLimits:
@@ -343,7 +352,7 @@ class DataServer:
             sizes = {}
             for bucket, ops in self._ops.items():
                 if isinstance(ops, GatherOps):
-                    ops.allow(len(self._all_members))
+                    ops.allow(self._most_rows)
                     sizes[bucket] = ops.bound + ENTRY_HEADER_NBYTES
             self._server.core.add(joins.number, joins.member, self._buckets_from(self._plan, joins.member))
             if self.journal is not None and not self.journal.write_joined(self._joined, sizes):

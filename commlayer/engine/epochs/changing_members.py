@@ -1,7 +1,7 @@
 """Lets members of a running job leave, die and join, on one rank.
 
 A member that is gone: the coordinator removes it, and servers close all sums without it (summation.py). The other members wait
-for nothing else, so no work is repeated. They learn of it from the first row that lacks it, after the same step, and then
+for nothing else, so no step is repeated. They learn of it from the first row that lacks it, after the same step, and then
 continue with fewer ranks.
 
 Workers that join: members propose them in their rows, and the rows decide on their first step (schedule.py). Each member
