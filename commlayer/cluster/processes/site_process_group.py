@@ -52,9 +52,9 @@ class _World(NamedTuple):
 
 _worlds: list[_World] = []
 _groups: weakref.WeakSet[RelayedGroup] = weakref.WeakSet()
-_moved: dict[str, RelayedGroup] = {}
-"""Default groups of previous worlds. The groups are kept here because DDP refers to its group only from C++. Keyed by the name
-of a group's first world, which is equal on all ranks, including ranks that joined later."""
+_moved: weakref.WeakValueDictionary[str, RelayedGroup] = weakref.WeakValueDictionary()
+"""Default groups of previous worlds, as long as something else refers to them, such as a DDP module to the one that it was made
+with. Keyed by the name of a group's first world, which is equal on all ranks, including ranks that joined later."""
 END_S = 5.0
 GROUP_BITS = 16
 """torch numbers the groups of an epoch from its generation times 2 to this power on."""
@@ -78,9 +78,10 @@ def init_world(kv: KvClient, rank: int, world: int, home: range, *, inside: str,
     object_collectives.install(NAME)
     # Ranks that join are the last ones, with further numbers.
     ids = (*range(world - len(home)), *home) if paused_reason else tuple(range(world))
-    _make(_World(kv, f"world{len(_worlds)}", ids, frozenset(home), inside, timeout_s,
-                 WorldStore(kv, timeout_s, ids[rank]), WorldStore(kv, timeout_s, ANY, min(home)), skip_lost, paused_reason,
-                 patience_s), rank)
+    _worlds.append(_World(kv, f"world{len(_worlds)}", ids, frozenset(home), inside, timeout_s,
+                          WorldStore(kv, timeout_s, ids[rank]), WorldStore(kv, timeout_s, ANY, min(home)), skip_lost,
+                          paused_reason, patience_s))
+    _make_default_group(rank)
 
 
 def change_members(kv: KvClient, ids: Sequence[int], rank: int, generation: int) -> None:
@@ -102,7 +103,8 @@ def change_members(kv: KvClient, ids: Sequence[int], rank: int, generation: int)
     inside_store = WorldStore(kv, former.timeout_s, ANY, min(former.home))
     # Groups that stay have lower numbers, and all homes count the others alike.
     distributed_c10d._world.group_count = generation << GROUP_BITS
-    _make(former._replace(kv=kv, name=name, ids=tuple(ids), store=store, inside_store=inside_store), rank)
+    _worlds[-1] = former._replace(kv=kv, name=name, ids=tuple(ids), store=store, inside_store=inside_store)
+    _make_default_group(rank)
     for put_back in of_home:
         put_back({n: ids.index(former.ids[n]) for n in range(len(former.ids)) if former.ids[n] in former.home})
     for origin, group in _moved.items():
@@ -133,8 +135,8 @@ def _take_home_groups() -> list[Callable[[Mapping[int, int]], None]]:
     return [*map(take, of_home)]
 
 
-def _make(world: _World, rank: int) -> None:
-    _worlds.append(world)
+def _make_default_group(rank: int) -> None:
+    world = _worlds[-1]
     dist.init_process_group(NAME, store=PrefixStore(world.name, world.store), rank=rank, world_size=len(world.ids),
                             timeout=datetime.timedelta(seconds=world.timeout_s))
 
