@@ -376,7 +376,7 @@ class TuningController(Component):
         if (links := self._watched) is not None and all(row.step_s for row in rows):
             self._watch(links, rows, step_s)
         allowed_bps = [row.allowed_bps for row in rows]
-        if self._allowed_bps and plan_policy.caps_moved(self._allowed_bps, allowed_bps):
+        if self._allowed_bps and plan_policy.caps_changed(self._allowed_bps, allowed_bps):
             self.state = structs.replace(self.state, moved=True)
         self._allowed_bps = self._allowed_bps or allowed_bps
 
@@ -423,7 +423,7 @@ class TuningController(Component):
             self._await(max(link_policy.WAITED_STEPS * measured.step_s, CAPPED_S if measured.uncapped else 0.0))
 
     def _measured(self, measured: Measured) -> None:
-        self._set(*link_policy.measured(self.state, measured, time.monotonic(), self._do.node_names()))
+        self._set(*link_policy.record_measurement(self.state, measured, time.monotonic(), self._do.node_names()))
         recent = self.state.recent
         self._set(plan_policy.begin_search(self.state, measured.step_s, median(recent) if recent else 0.0, checks=True))
 
@@ -473,7 +473,7 @@ class TuningController(Component):
         try:
             self._do.switch(None if proposal is None else proposal.candidate.runnable, by_itself=True)
         except ValueError as error:  # raised on all ranks, and nothing has changed
-            self.state = plan_policy.refused(self.state)
+            self.state = plan_policy.drop_refused(self.state)
             self._log_decision(f"kept the current plan: {error}")
             return
         plan, back = self._context.plan, proposal is not None and proposal.back

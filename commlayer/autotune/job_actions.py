@@ -21,12 +21,12 @@ from commlayer.autotune.measure.measurements import (
     measured_links,
     nonzero_fractions,
     number_server_nodes,
+    remove_caps,
     squared_norms,
-    uncapped,
 )
 from commlayer.autotune.measure.probes import (
     communication_bound,
-    gathered,
+    gather_rows,
     known_links,
     make_traffic_meter,
     probe_own_link,
@@ -275,12 +275,12 @@ class JobActions:
 
     def _planned(self, row: RankMeasurement) -> list[RankMeasurement]:
         """Returns the rows of all ranks, with the upload rates that the caps of homes allow; collective."""
-        return gathered(self._context.groups, row._replace(up_bps=HOME.allowed_bps(row.up_bps), uplink_bps=row.up_bps))
+        return gather_rows(self._context.groups, row._replace(up_bps=HOME.allowed_bps(row.up_bps), uplink_bps=row.up_bps))
 
     def _uncapped(self, rows: Sequence[RankMeasurement]) -> tuple[Link, ...]:
         """Returns the links without caps; empty if no home is capped."""
-        return uncapped(measured_links(self._context, rows),
-                        [rows[first].uplink_bps for first in self._context.groups.first_ranks])
+        return remove_caps(measured_links(self._context, rows),
+                           [rows[first].uplink_bps for first in self._context.groups.first_ranks])
 
     @property
     def _limited(self) -> bool:

@@ -29,7 +29,7 @@ def links_hold(step_s: float, waited_s: float) -> bool:
     return step_s >= SOON_S and waited_s >= LINKS_HOLD * step_s
 
 
-def measured(state: TuningState, measured: Measured, now: float, names: Sequence[str]) -> Decided:
+def record_measurement(state: TuningState, measured: Measured, now: float, names: Sequence[str]) -> Decided:
     """Records a measurement. `names`: display name of each node."""
     links = (LinkState.of(measured.links, measured.step_s, now, tuple(names)) if state.links is None
              else state.links.measured(measured.links, now))

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from commlayer.errors import CommError, CorruptFrame, Damaged, PeerEnded, PeerLost
 from commlayer.transport import framing
-from commlayer.transport.chunking import Assembly, HeldBody, Unfinished, prefix_crc, split_parts
+from commlayer.transport.chunking import Assembly, HeldBody, UnfinishedBodies, prefix_crc, split_parts
 from commlayer.transport.crc import crc32c
 from commlayer.transport.flow.pacing import Pacer
 from commlayer.transport.flow.send_control import SendControl
@@ -31,11 +31,11 @@ from commlayer.transport.protocol import (
     Message,
     clear_traceback,
     closed_by_peer,
+    complete_send,
     key,
     peer_certificate,
     peer_name,
     reports_peer_close,
-    sent,
 )
 from commlayer.transport.zero_chunks import drop_zeros
 
@@ -253,7 +253,7 @@ class Connection:
     def __init__(
         self, sock: ByteChannel, peer: int, arrived: Callable[[Message], None], reader: Reader,
         ended: Callable[[Connection], None], pacer: Pacer, session: bytes, *, resumes: bool,
-        limits: Callable[[], SizeLimits], former: Unfinished, held: tuple[HeldBody, ...],
+        limits: Callable[[], SizeLimits], former: UnfinishedBodies, held: tuple[HeldBody, ...],
     ) -> None:
         """`arrived`: takes each message; may raise CorruptFrame. `session`: random bytes from the dialer's hello that identify
         its process; b"" at the dialer's end. `resumes`: True: the peer may reconnect after a lost
@@ -350,7 +350,7 @@ class Connection:
         if error is not None:
             self._end_broken(error)
         if done:
-            sent(operation, content.header)
+            complete_send(operation, content.header)
         elif self.error is not None:
             operation.fail(self.error)
         if error is not None:
@@ -389,7 +389,7 @@ class Connection:
                 elif ended is None:
                     heapq.heappush(self._queue, item)
             if frame.all_sent:
-                sent(frame.operation, frame.header)
+                complete_send(frame.operation, frame.header)
             elif ended is not None:
                 frame.operation.fail(ended)
         self._leave()
@@ -536,7 +536,7 @@ class Connection:
     def alive(self) -> bool:
         return any(thread.is_alive() for thread in self._threads)
 
-    def unfinished(self, deadline: float) -> Unfinished:
+    def unfinished(self, deadline: float) -> UnfinishedBodies:
         """Returns what this connection, which has ended, leaves to the peer's next one: nothing if bytes can still arrive after
         `deadline`."""
         receiver = self._threads[1]

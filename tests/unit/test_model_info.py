@@ -148,7 +148,7 @@ def test_micro_batches_fit_the_smallest_gpu_and_keep_the_step_time() -> None:
     ("2x4*rtx4090@1Gb", "shard it over the 4 GPUs"), ("2xrtx4090@1Gb", "LoRA"), ("2x2*rtx4090@1Gb", "LoRA")])
 def test_model_too_large_for_one_gpu_is_to_be_sharded_if_it_fits_then(homes: str, remedy: str) -> None:
     job = with_micro_batches(builtin("llama3.2-3b"), ["rtx4090"], "adam")
-    result = report.unfit(job, cluster_of_homes(homes, "1Gb"), "adam")
+    result = report.memory_problem(job, cluster_of_homes(homes, "1Gb"), "adam")
     assert result is not None
     assert remedy in result.remedy
     whole, shards = estimate_memory(job, "rtx4090", "adam"), estimate_memory(job, "rtx4090", "adam", 4)

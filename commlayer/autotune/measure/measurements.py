@@ -123,7 +123,7 @@ def measured_links(context: DistributedJob, rows: Sequence[RankMeasurement]) -> 
     return [Link(r.up_bps, r.down_bps, r.alpha_s) if r.up_bps else best for r in firsts]
 
 
-def uncapped(links: Sequence[Link], uplinks_bps: Sequence[float]) -> tuple[Link, ...]:
+def remove_caps(links: Sequence[Link], uplinks_bps: Sequence[float]) -> tuple[Link, ...]:
     """Returns the links without caps; empty if no home is capped. `uplinks_bps`: the upload rate of each node without caps; 0:
     it was not measured."""
     free = tuple(structs.replace(link, up_bps=max(link.up_bps, bps)) for link, bps in zip(links, uplinks_bps, strict=True))

@@ -99,7 +99,7 @@ def search(order: SearchOrder) -> SearchResult:
     result = candidate(best.plan, best.leaves)._replace(
         alone_s=alone_s if alone_s < math.inf else 0.0, hint=best.hint, auto_times=best.auto_times)
     local = candidate(best.local, best.for_local) if best.local else None
-    alternatives = tuple(each for each in (local, uncompressed(result, apart=order.apart)) if each is not None)
+    alternatives = tuple(each for each in (local, predict_uncompressed(result, apart=order.apart)) if each is not None)
     elsewhere_bps = max((node.link.up_bps for node in cluster.nodes if not node.ranks), default=0.0)
     return SearchResult(result._replace(alternatives=alternatives), contention, elsewhere_bps)
 
@@ -237,7 +237,7 @@ def _choose_sync_mode(question: Question, current: Plan, *, apart: bool, suggest
     if policy.exact:
         hint = _suggest_mode(plain, other, question) if other_s <= SOONER * plain_s else ""
         return BestPlan(with_explanation(averaged), hint=hint, auto_times=plain_s / other_s)
-    leaves = "" if apart or not exact(current) else _describe_switch(plain, other, question)
+    leaves = "" if apart or not averages_every_step(current) else _describe_switch(plain, other, question)
     if apart or other_s <= LEAVES * plain_s or plain_s > _fastest_alone_s(question):
         return BestPlan(with_explanation(free), leaves)
     return BestPlan(with_explanation(averaged), local=with_explanation(free), for_local=leaves)
@@ -264,7 +264,7 @@ def _describe_switch(plain: Plan, other: Plan, question: Question) -> str:
             f"them")
 
 
-def exact(plan: Plan) -> bool:
+def averages_every_step(plan: Plan) -> bool:
     """Returns whether each step uses the average of all workers' gradients of that step, apart from compression errors."""
     return not plan.steps_locally and not any(b.stale for b in plan.buckets)
 
@@ -275,7 +275,7 @@ def _convert_to_updates(plan: Plan, question: Question) -> Plan:
     return structs.replace(converted, step_s=step_seconds(converted, question))
 
 
-def uncompressed(best: Candidate, *, apart: bool = False) -> Candidate | None:
+def predict_uncompressed(best: Candidate, *, apart: bool = False) -> Candidate | None:
     """Returns the plan without compression, predicted from the same costs. Returns None if the uncompressed plan is active
     already, or if workers cannot connect to each other."""
     inputs = best.basis.inputs

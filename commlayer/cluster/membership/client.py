@@ -300,7 +300,8 @@ class Membership:
 def root_cause(lost: Sequence[CommError]) -> CommError:
     """Returns the root cause among failures that were reported together: the first failure that names none of the other failed
     peers. If every failure names another peer, returns the first one."""
-    return next((one for one in lost if not any(messages.names(one.what, other.peer) for other in lost if other is not one)),
+    return next((one for one in lost
+                 if not any(messages.blames_peer(one.what, other.peer) for other in lost if other is not one)),
                 lost[0])
 
 

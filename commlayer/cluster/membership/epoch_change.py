@@ -21,7 +21,7 @@ from commlayer.cluster.calls.messages import (
     JoinReply,
     Overdue,
     PeerExit,
-    incompatible,
+    find_incompatibility,
 )
 from commlayer.cluster.membership.membership import (
     Registration,
@@ -217,7 +217,7 @@ def admit(state: State, request: Join, now: float) -> tuple[State, JoinReply]:
     first = workers[epoch.members[0].rank]
     differs = [f"{name} is {request.must_match.get(name, 'unknown')} here and {value} in the job; set the same on all ranks"
                for name, value in first.join.must_match.items() if request.must_match.get(name) != value]
-    problem, closed = incompatible(request, first.join.version), admission(state, node=request.node)
+    problem, closed = find_incompatibility(request, first.join.version), admission(state, node=request.node)
     if not problem and closed.closed_reason:
         why = closed.closed_reason.removesuffix("" if request.elastic else UNLESS)
         problem = append_code("E-JOB-FULL" if closed.full else "E-JOB-CLOSED", why)

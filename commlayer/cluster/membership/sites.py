@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from commlayer.cluster.calls.messages import ANY, STARTING, Join, JoinReply, incompatible
+from commlayer.cluster.calls.messages import ANY, STARTING, Join, JoinReply, find_incompatibility
 from commlayer.errors import append_code
 from commlayer.records import Record
 from commlayer.transport.protocol import SERVER_BASE
@@ -235,7 +235,7 @@ def _newest_former(former: Mapping[str, str]) -> dict[str, str]:
 
 
 def _problem(state: Sites, request: Join, admission: AdmissionState) -> str:
-    if problem := incompatible(request, state.version or next((h.request.version for h in state.present.values()), "")):
+    if problem := find_incompatibility(request, state.version or next((h.request.version for h in state.present.values()), "")):
         return problem
     if not state.max_workers:
         return append_code("E-WORKERS",

@@ -59,7 +59,7 @@ class ExchangeSchedule(Component):
     def local(self) -> OuterSteps | None:
         return self._context.local
 
-    def count(self, scale: float, *, adds: bool = True) -> bool:
+    def count_backward(self, scale: float, *, adds: bool = True) -> bool:
         """Counts a backward pass of a loss times `scale` that has just ended. Returns True if the pass belonged to a local
         step.
 

@@ -92,8 +92,9 @@ class StepLoop(Component):
         worker.ready(number, gradient)
 
     def count_local(self, *, adds: bool = True) -> bool:
-        """Counts a local step if the plan has local steps; see ExchangeSchedule.count. Returns True if it was a local step."""
-        if not self._schedule.count(loss_scale(self._scaler), adds=adds):
+        """Counts a local step if the plan has local steps; see ExchangeSchedule.count_backward. Returns True if it was a local
+        step."""
+        if not self._schedule.count_backward(loss_scale(self._scaler), adds=adds):
             return False
         self._finite.check_local_step()
         begin = time.perf_counter()

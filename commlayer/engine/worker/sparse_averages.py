@@ -38,7 +38,7 @@ def stepped_lazily(optimizer: Any, parameters: Sequence[nn.Parameter]) -> dict[i
             if id(p) in held and p.numel() >= LEAST and p.device.type == "cpu" and p.is_contiguous()}
 
 
-def joined(parts: Sequence[tuple[torch.Tensor, torch.Tensor]], shape: torch.Size) -> torch.Tensor | None:
+def join_parts(parts: Sequence[tuple[torch.Tensor, torch.Tensor]], shape: torch.Size) -> torch.Tensor | None:
     """Returns one gradient that joins the sparse entries of a tensor's parts, in order. Returns None if there are too many
     entries, or if some entries are not finite."""
     room = shape.numel() // MOST
@@ -85,7 +85,7 @@ class SparseGradients:
         Worker.finish."""
         used = worker.used() if self._lazily else []
         entries = {number: parts for number in self._lazily if used[number] and (parts := worker.entries(number)) is not None}
-        gradients = {number: joined(parts, self._parameters[number].shape) for number, parts in entries.items()}
+        gradients = {number: join_parts(parts, self._parameters[number].shape) for number, parts in entries.items()}
         return {number: gradient for number, gradient in gradients.items() if gradient is not None}
 
     def dense(self, number: int, gradient: torch.Tensor) -> torch.Tensor:
