@@ -67,7 +67,7 @@ def parse_receiver(text: str) -> Receiver:
     if kind == "mailto":
         address, program = text.removeprefix("mailto:"), shutil.which("sendmail", path="/usr/sbin:/usr/lib:/usr/bin:/sbin")
         if not re.fullmatch(r"[^\s@<>,;:]+@[^\s@<>,;:]+", address):
-            raise InvalidInput("E-CLI-OPTION", f"--alert mailto:...: not one address; allowed are {ALLOWED}")
+            raise InvalidInput("E-CLI-OPTION", f"--alert mailto:...: is not one e-mail address; allowed are {ALLOWED}")
         if program is None:
             raise InvalidInput("E-CLI-OPTION", "--alert mailto:...: this machine has no program sendmail: install one, or use "
                                                "ntfy://TOPIC or a webhook")
