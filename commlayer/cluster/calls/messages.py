@@ -114,14 +114,14 @@ class Join(Record, frozen=True):
     """For a site: seconds since it first requested ranks."""
 
     @property
-    def owner(self) -> str:
+    def node_name(self) -> str:
         """The name in the caller's certificate, or without TLS its machine's name."""
         return self.certificate or self.name
 
     @property
     def label(self) -> str:
         """The process, for errors and logs."""
-        return f"{self.owner} (pid {self.pid})"
+        return f"{self.node_name} (pid {self.pid})"
 
 
 class JoinReply(Record, frozen=True):

@@ -255,7 +255,7 @@ class Coordinator:
 
     def _part(self, request: messages.PlanPart) -> Record:
         with self._lock:
-            self._plans[request.certificate].take(request)
+            self._plans[request.certificate].add_part(request)
         return messages.HeartbeatReply()
 
     def _join(self, request: messages.Join) -> Record:

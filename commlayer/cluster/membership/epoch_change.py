@@ -73,7 +73,7 @@ def _without_broken_sites(state: State) -> State:
     for lost in [p for p in _workers(state).values() if p.dead or p.left not in ("", FINISHED)]:
         if mates := [p.join.token for p in site_workers(state, lost) if p.present]:
             why = without_code(lost.dead or f"left the job: {lost.left}")
-            state = evict(state, mates, f"its home ({lost.join.owner}) has lost {lost.peer}: {why}",
+            state = evict(state, mates, f"its home ({lost.join.node_name}) has lost {lost.peer}: {why}",
                           silent=lost.silent)
     return state
 
@@ -177,7 +177,7 @@ def _wait(state: State, seated: Sequence[Registration], silent: Sequence[Registr
     if lost is not None and not (goes_on and len(present) >= state.min_workers):
         return f"the job is ending ({lost.peer}: {without_code(lost.dead or lost.left)}); the server will start another one"
     if silent and (len(silent) == len(present) or not goes_on or len(present) >= state.limit):
-        names = ", ".join(f"{p.peer} on {p.join.owner}" for p in silent)
+        names = ", ".join(f"{p.peer} on {p.join.node_name}" for p in silent)
         return f"the job is running, but {names} does not respond; a worker is dropped after {patience_s:g} s of silence"
     return ""
 

@@ -218,7 +218,7 @@ class RendezvousService:
         """Returns the names of the registered sites by token, until the job begins."""
         with self._lock:
             sites = {} if self._state.begun else self._state.present
-            return {token: site.request.owner for token, site in sites.items()}
+            return {token: site.request.node_name for token, site in sites.items()}
 
     def closed_reason(self) -> str:
         """Returns why the running job admits no site; "" if it does."""

@@ -215,7 +215,7 @@ def missing(state: Sites) -> str:
         return ""
     here = count(state)
     requests = [site.request for site in state.present.values()]
-    names = [r.owner for r in requests]
+    names = [r.node_name for r in requests]
     shown = ", ".join(name + (f" with {r.world}" if r.world > 1 else "") for name, r in zip(names, requests, strict=True))
     if state.min_workers:
         text = f"{here} of at least {workers_text(state.min_workers)} {'is' if here == 1 else 'are'} here ({shown or 'none'})"

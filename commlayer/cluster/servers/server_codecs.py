@@ -142,7 +142,7 @@ class CodecOps:
         restore(self._state, _loaded(data))
 
     @property
-    def memory_nbytes(self) -> int:
+    def most_journal_nbytes(self) -> int:
         """Upper bound, in bytes, of the snapshot that journal_state() returns."""
         return len(self.journal_state()) + 4 * self._spec.numel + MEMORY_SLACK_NBYTES
 
