@@ -290,7 +290,7 @@ class TuningController(Component):
             self._recorded_s.append(step_s)
         if state.step < state.until:
             return
-        # The first steps were recorded. Local steps may be many.
+        # The first steps are recorded already. With local steps, further recorded steps would take too long.
         if state.phase is Phase.MEASURING or (state.links is None and (
                 self._context.plan.steps_locally or link_policy.links_hold(*self._do.share_times(step_s, waited_s)))):
             self._measure()
@@ -372,7 +372,7 @@ class TuningController(Component):
             change = self.guard.decide([row.error for row in rows], step_s)
             if change is not None:
                 self.state = structs.replace(self.state, agreed=change)
-                return  # what the reports say about links was about the plan that ends
+                return  # the links in these reports were measured under the plan that ends
         if (links := self._watched) is not None and all(row.step_s for row in rows):
             self._watch(links, rows, step_s)
         allowed_bps = [row.allowed_bps for row in rows]

@@ -135,7 +135,8 @@ class JobActions:
         because such a plan does not suit the start of a job."""
         context = self._context
         if context.plan is self._young:
-            # Planning needs servers, even if the plan does not. Homes may come in another order, so no codec is that of a node.
+            # The next run's planner needs servers, even if this plan needs none. Homes may then join in another order, so the
+            # plan is stored without codecs of single nodes.
             plan = structs.replace(context.plan, servers=len(context.uplink.epoch.servers),
                                    buckets=tuple(structs.replace(b, by_node=()) for b in context.plan.buckets))
             link = links[context.groups.node]
@@ -231,7 +232,7 @@ class JobActions:
             return is_no_slower(plain, number_servers_by_node(plan, number_server_nodes(context)), inputs)
 
         one_machine = all(is_loopback(host_port(server.address)[0]) for server in context.uplink.epoch.servers)
-        # Rank 0 decides. All ranks measure codecs, because some may share a machine.
+        # Rank 0 decides. The other ranks measure codecs at the same time, because some of them may share its machine.
         return plain if one_machine or self.agree(is_worthwhile) else None
 
     def _collective_costs(self, rows: Sequence[RankMeasurement]) -> CollectiveCosts:

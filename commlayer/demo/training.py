@@ -265,7 +265,7 @@ def main() -> None:
                 break
     if len(workers) == 1:
         run(workers[0])
-    _, status = os.wait()  # of the first that ends: all train until the demo ends
+    _, status = os.wait()  # returns when the first worker ends; workers train until the demo ends
     os._exit(os.waitstatus_to_exitcode(status) and 1)
 
 

@@ -290,7 +290,7 @@ class StreamTransport:
                                               f"{who} is already connected: give each process its own rank, or end the old "
                                                   "process"))
             self._taken.add(hello.rank)
-            self._failed.pop(hello.rank, None)  # before the welcome: after it the dialer counts as connected
+            self._failed.pop(hello.rank, None)  # done before the welcome, after which the dialer counts as connected
         return ""
 
     def _wrap_tls(self, sock: socket.socket, deadline: float, who: str) -> socket.socket:

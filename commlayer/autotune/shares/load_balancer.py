@@ -152,7 +152,7 @@ class LoadBalancer:
         return job
 
     def _after_skipped_step(self, step: int) -> None:
-        # After a local step that this rank's scaler has skipped. So all ranks receive reports and members in the same step.
+        # This rank's scaler has skipped a local step. All ranks must receive reports and membership in the same step.
         self.session.inspect.catch_up()
         self._follow_members(step)
         if self._state is None and step >= self._from_step:

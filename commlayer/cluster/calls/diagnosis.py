@@ -52,9 +52,9 @@ def diagnose(address: str, keys: Keys | None, deadline: float, who: str = "") ->
         tls = TlsSocket(sock, keys, CONTROL, server=False)
         close_channel(sock)
         sock = track(tls)
-        tls.handshake(deadline)  # checks their certificate; what follows shows whether they accept ours
+        tls.handshake(deadline)  # checks the server's certificate; the next read shows whether the server accepts the own one
         limit_wait(tls, deadline)
-        tls.recv_into(bytearray(1))  # the other end decides last: either gRPC sends its settings, or it refuses
+        tls.recv_into(bytearray(1))  # the server decides last: gRPC sends its settings, or TLS refuses
     except Refused as error:
         raise error.located(peer=where) from None
     except (CommError, OSError):

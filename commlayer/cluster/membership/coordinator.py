@@ -113,7 +113,7 @@ class Coordinator:
         """Seconds without a heartbeat after which a process counts as silent. A coordinator whose parent has ended runs for
         this long, so it can report the parent's death."""
         self._closing = threading.Event()
-        self._revision = secrets.randbits(48)  # probably another one than that of a previous coordinator of this job
+        self._revision = secrets.randbits(48)  # random, so it differs from that of a previous coordinator of this job
         self._watches: dict[str, asyncio.Event] = {}
         """Maps the token of a process whose Watch call waits to the event that ends the wait. Used on the event loop."""
         self._keys, self._refusals = Keys(config.keys) if config.keys else None, RefusalLog()
@@ -259,7 +259,7 @@ class Coordinator:
         return messages.HeartbeatReply()
 
     def _join(self, request: messages.Join) -> Record:
-        if _revoked(request, self._revoked):  # since the handshake of its connection, which is about to be closed
+        if _revoked(request, self._revoked):  # revoked after the handshake: the connection will be closed soon
             return messages.JoinReply(append_code("E-CERTIFICATE-REVOKED",
                                                   f"the certificate of {request.certificate} was revoked"))
         if request.kind == "site":

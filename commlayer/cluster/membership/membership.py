@@ -493,7 +493,7 @@ def _without_registrations(state: State, tokens: Iterable[str]) -> State:
     gone = {*tokens}
     places = {t: p for t, p in state.registrations.items() if t not in gone}
     left = any(p.join.kind == "worker" for p in places.values())
-    # After a failed start, the next one may begin with another number of workers.
+    # If no worker is left after a failed start, the next start may have another number of workers.
     return msgspec.structs.replace(state, registrations=places, workers=state.workers if left or not state.max_workers else 0)
 
 

@@ -100,7 +100,7 @@ def change_members(kv: KvClient, ids: Sequence[int], rank: int, generation: int)
     name = f"epoch{generation}"
     store = WorldStore(kv, former.timeout_s, ids[rank])
     inside_store = WorldStore(kv, former.timeout_s, ANY, min(former.home))
-    # Groups that stay have lower numbers, and all homes count the others alike.
+    # Kept groups have lower numbers. All homes number new groups alike, even if they have kept different ones.
     distributed_c10d._world.group_count = generation << GROUP_BITS
     _make(former._replace(kv=kv, name=name, ids=tuple(ids), store=store, inside_store=inside_store), rank)
     for put_back in of_home:

@@ -437,7 +437,7 @@ class Summation:
         cell.results[(cell.sum.step, cell.sum.round)] = header, body
         for old in [k for k in cell.results if k[0] <= cell.sum.step - KEPT_STEPS]:
             del cell.results[old]
-        # Steps before this one were requested of a server that has been restarted since, with a journal that ends earlier.
+        # A request for an earlier step is older than the server's last restart, and its result is not in the journal.
         due = [cell.followers.pop(key) for key in [*cell.followers] if key[0] <= cell.sum.step]
         return [*(Reply(member, header, body) for member in cell.members),
                 *(_follower_reply(request.sender, header, body) if request.step == cell.sum.step

@@ -421,7 +421,7 @@ class EncodedBucket(ServedBucket):
         self.learn(weight)
 
     def _share_of_inherited(self) -> float:
-        # `finish` has corrected for the total weight. It cannot tell apart what other ranks of this node have inherited.
+        # `finish` has corrected the whole payload for the total weight, together with all inherited residuals of this node.
         return 1.0 if self.assumes_total else super()._share_of_inherited()
 
     def decode(self, body: memoryview) -> bool:

@@ -74,7 +74,7 @@ class SparseGradients:
         if not self._lazily or plan.steps_locally or not worker.alone:
             return
         for bucket in worker.buckets:
-            # Of a higher ratio, results would be made dense anyway, at a higher cost than decoding.
+            # Entries of a codec with a higher ratio would be made dense anyway, which costs more than decoding.
             if isinstance(bucket, EncodedBucket) and getattr(sparse_result_codec(bucket.codec), "ratio", 0.0) <= 1 / MOST:
                 numbers = {s.tensor for s in bucket.slices}
                 if numbers & self._lazily.keys() and all(n in self._lazily or tensors[n].numel < LEAST for n in numbers):

@@ -120,7 +120,7 @@ class ConvergenceCurves:
         gradients, scaled as for related kinds."""
         kinds, blocking, (x, y) = self._points[mode], self._blocking(mode), point
         near = self._similar_kinds(kind, [k for k in kinds if k != DENSE] or [DENSE])
-        if kind == DENSE:  # costs at most as much as a codec that sends less
+        if kind == DENSE:  # a dense exchange costs at most as much as a codec that sends less
             least = min(self.at(mode, k, (0.0, y)) for k in near)
             return least if blocking is None else max(least, self.at(blocking, kind, point))
         highest = max(self.at(mode, k, point) for k in near)
