@@ -246,7 +246,7 @@ class TuningController(Component):
         return self.state.links if self._planning and self.state.phase is Phase.WATCHING else None
 
     def _attempt(self, act: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
-        """Calls `act`, which decides by itself or acts on this rank only. After an error this rank decides nothing more."""
+        """Calls `act`, which involves no other rank. After an error this rank makes no further decisions."""
         if self._failure is None:
             try:
                 return act(*args, **kwargs)
@@ -317,8 +317,8 @@ class TuningController(Component):
         return True
 
     def _due(self, rows: Sequence[TuningReport], *, entered: bool) -> bool:
-        """Returns whether all ranks send reports after this step: every few steps while links are watched or load is balanced,
-        after a comparison with exact gradients and after its reports, and after a change of plans."""
+        """Returns whether all ranks send reports after this step. They do so every few steps while links are watched or load is
+        balanced, after a comparison with exact gradients and after its reports, and after a change of plans."""
         compared = (self.guard is not None and self.guard.error is not None) or any(row.compared for row in rows)
         wanted = self._watched is not None or self.shares is not None
         return entered or compared or (wanted and self._reports.due)
@@ -335,7 +335,7 @@ class TuningController(Component):
             self._do_agreed()
 
     def _own_report(self) -> tuple[TuningReport, float]:
-        """Returns this rank's report, and the step time above which a step says something about the links."""
+        """Returns this rank's report, and the step time above which a step shows a change of the links."""
         request, decisive_s, links = TuningRequest.NOTHING, math.inf, self._watched
         if links is not None:
             decisive_s = links.watch.decisive_s

@@ -44,7 +44,7 @@ class CommlayerCallback(TrainerCallback):
         trainer.train = functools.partial(self._train, trainer.train)
 
     def _train(self, train: Any, *arguments: Any, **options: Any) -> Any:
-        """Trains. The functions that were replaced meanwhile are then put back, also after an error."""
+        """Trains, then restores the functions of transformers that were replaced, also after an error."""
         try:
             return train(*arguments, **options)
         finally:

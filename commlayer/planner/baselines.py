@@ -334,8 +334,9 @@ def what_if(
     job: Job, cluster: Cluster, profile: Profile | None = None, policy: Policy | None = None, *,
     bandwidths: Sequence[float] = (), add_nodes: Sequence[Node] = (), counts: Sequence[int] = (), gpus: Sequence[str] = (),
 ) -> Curve:
-    """Plans for several clusters that differ in one of: link rates (of every training node, both directions, in bit/s), nodes
-    added one by one, the number of nodes (copies of the last node), the GPU of all nodes. A profile must cover all clusters."""
+    """Plans for several clusters that differ in one of four arguments. `bandwidths`: rates in bit/s, in both directions, of
+    every training node's link. `add_nodes`: nodes that are added one by one. `counts`: numbers of nodes, which are copies of
+    the last one. `gpus`: the GPU of all nodes. A profile must cover all clusters."""
     question = checked_inputs(job, cluster, profile, policy)
     variants = {
         "bandwidth": [(rate_text(bps), bps, with_link_rate(cluster, bps)) for bps in bandwidths],

@@ -30,7 +30,7 @@ the smallest size of their parts, so that the sender's list of parts stays small
 
 
 class HeldBody(Record, frozen=True, array_like=True):
-    """In a greeting: an unfinished body of the former connection, of which this end still has the parts before `part`."""
+    """An unfinished body of the former connection, as a greeting announces it. This end still has the parts before `part`."""
 
     key: Key
     part: Annotated[int, Meta(ge=1, le=MAX_PARTS)]

@@ -173,7 +173,7 @@ class _Outgoing:
         """Bytes of the current part that are not sent yet; empty before its first system call."""
 
     def resume(self, sent_nbytes: int) -> None:
-        """Continues a frame after a system call that has sent so many bytes of it, perhaps none."""
+        """Continues a frame of which a system call has already sent `sent_nbytes`, possibly 0."""
         self._left = [*self.content.frame()]
         self._advance(sent_nbytes)
 
@@ -488,8 +488,8 @@ class Connection:
         return self.error or lost
 
     def _end_lost(self, lost: PeerLost, by_peer: bool) -> None:
-        """Ends a connection that was lost. The kernel tells the cause to one of both threads only, whichever asks first. The
-        other one sees the end of the stream or a broken pipe, so it waits for the one that knows."""
+        """Ends a connection that was lost. The kernel reports the cause only to the first of both threads that asks. The other
+        thread sees the end of the stream or a broken pipe, so it waits until the first one has recorded the cause."""
         if not (by_peer or self._sent_bye):
             with self._work:
                 self._work.wait_for(lambda: self.error is not None, CAUSE_S)

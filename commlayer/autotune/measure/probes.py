@@ -178,8 +178,9 @@ def plan_probe_turns(nodes: int, budget_s: float, round_trip_s: float, *, everyw
 
 
 def raise_rates(link: NodeLink, carried: Throughput | None = None, fastest_down_bps: float = 0.0) -> NodeLink:
-    """Returns `link` with rates raised to those in steps, because short probes measure too low rates, and to the fastest
-    download that the interface has counted meanwhile, because probes on a busy machine wait for its threads."""
+    """Returns `link` with rates raised to those of the steps, because short probes measure too low rates. The download is also
+    raised to the fastest one that the interface has counted during the probes, because probes on a busy machine wait for its
+    threads."""
     up_bps, down_bps, alpha_s = link
     if not up_bps:  # there is no server on another node
         return link

@@ -105,9 +105,9 @@ def search(order: SearchOrder) -> SearchResult:
 
 
 def sped_up(cluster: Cluster, step_s: Callable[[Cluster], float], measured_s: float) -> Cluster:
-    """Returns the cluster with links raised to the lowest common rate that explains the measured step time: first those of
-    servers on machines without ranks, which no probe measures, then all, because short probes measure too low rates. Returns
-    it unchanged if the rates already explain that time, or if no rate does."""
+    """Returns the cluster with links raised to the lowest common rate that explains the measured step time. Links of servers on
+    machines without ranks are raised first, because no probe measures them. Then all others are raised, because short probes
+    measure too low rates. Returns it unchanged if the rates already explain that time, or if no rate does."""
     for faster, which in ((float(cluster.ranks), [node for node in cluster.nodes if not node.ranks]),
                           (FASTER, [node for node in cluster.nodes if node.ranks])):
         if not which or step_s(cluster) <= measured_s * (1 + NEARLY):

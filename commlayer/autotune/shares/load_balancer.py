@@ -105,7 +105,7 @@ class LoadBalancer:
         """
         if self._state is not None:
             raise InvalidInput("E-SHARES-ARGUMENT",
-                               "profile: training follows measured times already, allowed: before its first step")
+                               "profile: shares follow measured times already, allowed: a call before the first step")
         measure = None if self._measure is None else partial(self._measure, self.sampler.step)
         profiles, self._opening = worker_profiles.profile_together(
             self.session, self.sampler, self._policy, model, loss_of, batches, limit_s=limit_s,

@@ -120,7 +120,7 @@ def verdicts(gain: Gains, *, auto: bool, synchronous: bool) -> str:
 
 
 def labels(*, exact: bool) -> Mapping[str, str]:
-    """What to call the plan and the best synchronous one if the plan is what a sync mode takes by itself."""
+    """Names of the plan and of the best synchronous plan in a report, for a plan that a sync mode chooses by itself."""
     return {PLAN: STEP if exact else AUTO, SYNCHRONOUS: STEP}
 
 

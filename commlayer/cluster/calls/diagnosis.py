@@ -28,8 +28,8 @@ class Unresolved(Refused):
 
 
 def diagnose(address: str, keys: Keys | None, deadline: float, who: str = "") -> None:
-    """Connects to the address in order to explain a failed connection. Raises Refused with the reason if either end rejects the
-    other's certificate, if only one end uses TLS, if the address is a data port, or if its host name cannot be resolved.
+    """Connects to the address in order to explain a failed connection. Raises Refused with the reason: one end rejects the
+    other's certificate, only one end uses TLS, the address is a data port, or its host name cannot be resolved.
 
     Returns if there is no problem, or no answer, which may be temporary.
     """

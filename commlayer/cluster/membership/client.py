@@ -276,8 +276,8 @@ class Membership:
 
     @property
     def _known_generation(self) -> int:
-        """Generation of the newest epoch whose members this process knows to be those of the job. A worker that left before it
-        took part was never a member of the job."""
+        """Generation of the newest epoch if it has the same members as this process's epoch, otherwise that of this process's
+        epoch. The members are also the same after a worker has joined and has left before it took part."""
         newest = self.newest
         same = {m.rank for m in newest.members} == {m.rank for m in self.epoch.members}
         return newest.generation if same else self.epoch.generation

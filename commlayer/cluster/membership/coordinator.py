@@ -502,8 +502,8 @@ class StoreHangs:
 
     def find(self, state: membership.State, pending: Sequence[PendingWait], now: float, config: Config, patience_s: float
              ) -> dict[int, str]:
-        """Returns the reason for each worker that hangs, keyed by rank. A worker counts as hung one heartbeat interval after it
-        was first seen to hang, because a message that the coordinator has not read yet may show that the worker is active."""
+        """Returns the reason for each worker that hangs, keyed by rank. A worker counts as hung only after one more heartbeat
+        interval, because an unread message may show that the worker is active."""
         self._waited |= {rank: now for one in pending for rank in one.waited_s}
         ago_s = {rank: now - last for rank, last in self._waited.items()}
         late = epoch_change.hung_in_store(state, pending, config.deadline_s, ago_s, patience_s)

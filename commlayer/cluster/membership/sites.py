@@ -274,7 +274,7 @@ def _late(state: Sites, request: Join, admission: AdmissionState) -> str:
 
 
 def too_many(workers: int, limit: int, admission: AdmissionState) -> str:
-    """Returns why a running job of at most `limit` workers has no place for a site with so many `workers`; "" if it has."""
+    """Returns why a running job of at most `limit` workers cannot admit a site with `workers` workers; "" if it can."""
     left = limit - admission.size
     return "" if workers <= left else append_code("E-WORKERS",
                                                   f"has {workers} workers, but only {left} of the job's {limit} are "

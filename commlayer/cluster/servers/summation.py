@@ -311,8 +311,9 @@ class Summation:
             cell.begin(h.step, h.round)
 
     def _joins_settled(self, cell: BucketSum) -> bool:
-        """Returns whether it is certain which workers that have joined contribute to the sum in progress: those that more than
-        half of the members count. If no count has so many, and all members have contributed, the highest count holds."""
+        """Returns whether it is certain which of the workers that joined contribute to the sum in progress. The number of them
+        in more than half of the members' contributions decides. If no number has this majority and all members have
+        contributed, the highest number decides."""
         current, members = cell.sum, cell.members
         if not current.settled and cell.joined < len(self.joined):
             counts = {peer: message.header.joined for peer, message in current.early.items()}

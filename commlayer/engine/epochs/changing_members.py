@@ -141,8 +141,8 @@ class ChangingMembers(FixedMembers):
         self._rows.start(*map(float, chain.from_iterable(self._proposals())))
 
     def _proposals(self) -> list[EpochProposal]:
-        """Returns the next sites that this rank knows of: sites that join, followed by sites that follow results first. Any
-        other sites come later."""
+        """Returns proposals for the next sites, as far as this rank knows them: first sites that join, then sites that first
+        follow results."""
         newest, is_transferring = self._newest.epoch, self._transfer is not None and self._transfer.is_alive()
         new = group_by_site(m for m in newest.members if m.rank not in self.admitted)
         if self._joining or self._following or is_transferring:

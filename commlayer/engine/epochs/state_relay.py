@@ -47,7 +47,8 @@ class NewestEpoch:
         self.epoch = epoch
 
     def run(self, act: Callable[[Epoch], T]) -> T:
-        """Runs `act` with the newest epoch; again, from its start, whenever a worker that takes part leaves meanwhile."""
+        """Runs `act` with the newest epoch. If a worker that takes part leaves during the call, runs it again from its
+        start."""
         while True:
             try:
                 return act(self.epoch)

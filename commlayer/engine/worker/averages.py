@@ -123,8 +123,8 @@ class AverageUse:
         self._open.pop(number, None)
 
     def _added_to_shard(self, number: int) -> None:
-        """Reports cleared averages. FSDP calls no hook before it adds to a gradient, so this runs after the first one has
-        changed: a zero of that one which was written in place is not noticed."""
+        """Reports cleared averages. FSDP calls no hook before it adds to a gradient, so this method runs after the first
+        gradient has changed. If the script cleared that gradient in place, this is not noticed."""
         written, self._shards = self._shards[number](), {}
         if number in self._open and written is not self._parameters[number].grad:
             self._report(number)

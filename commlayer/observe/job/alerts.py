@@ -139,7 +139,8 @@ class Alerts:
             self._thread.start()
 
     def apply(self, view: JobView, event: Event, sentences: Sequence[str]) -> None:
-        """Takes an event that `view` has applied, with its sentences, of which the last one is about the end of a run."""
+        """Sends alerts for an event that `view` has applied. `sentences`: the event in words; the last sentence is the alert's
+        text."""
         for cause, about in causes(view, event):
             key = view.job.run, cause, about
             if key in self._seen or not self._receivers or self._queue.qsize() >= MOST:

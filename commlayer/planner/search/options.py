@@ -180,9 +180,9 @@ class Catalog:
         return self._costs[recipe]
 
     def useful(self, sort: Contents, octave: int, recipe: Recipe) -> tuple[int, ...]:
-        """Options for buckets with these contents and a size of 2^(octave - 1) to 2^octave elements: all uncompressed ones and,
-        for each level of convergence cost, those that are best by some criterion. Costs are linear, so an option that is best
-        at both ends of the octave is best between them."""
+        """Returns the useful options for buckets with these contents and 2^(octave - 1) to 2^octave elements. These are all
+        uncompressed options and, for each level of convergence cost, the options that are best by some criterion. Costs are
+        linear, so an option that is best at both ends of the octave is best between them."""
         if (sort, octave) not in self._useful:
             dense = [o for o, option in enumerate(self.options) if option.codec == DENSE]
             only = {Contents.DOUBLES: [o for o in dense if self.options[o].path == EXACT], Contents.BUFFERS: dense,
