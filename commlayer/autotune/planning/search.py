@@ -73,7 +73,7 @@ def search(order: SearchOrder) -> SearchResult:
     as_planned = order.known or number_servers_by_node(order.current, order.server_nodes)
     # Recorded steps wait for their results, even if the active plan overlaps them with the next forward pass.
     recorded = structs.replace(as_planned, overlap="") if as_planned.overlap == "forward" else as_planned
-    if not order.contention:  # after a measurement; later rates of links come from the traffic of steps
+    if not order.contention:  # rates were just probed; in later searches they come from the traffic of steps
         cluster = sped_up(
             cluster, lambda faster: step_seconds(recorded, order.inputs._replace(cluster=faster)), order.measured_s)
 

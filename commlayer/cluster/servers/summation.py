@@ -249,7 +249,7 @@ class Summation:
         h = message.header
         if h.sender != message.peer:
             raise corrupt_frame(message, f"the header names {peer_name(h.sender)} as the sender")
-        if h.generation > self.generation:  # for example of a plan that another worker was to send to this server
+        if h.generation > self.generation:  # for example if another worker has not sent the new plan yet
             raise corrupt_frame(message, f"got generation {h.generation}, but the server is in generation {self.generation}")
         cell = self.cells.get(h.bucket)
         if cell is None:
