@@ -87,7 +87,7 @@ def nonzero_fractions(worker: Worker, workers: int) -> tuple[float, ...]:
         for s, x in zip(bucket.slices, bucket.x.split([s.numel for s in bucket.slices]), strict=True):
             part = 1.0 if bucket.buffer else _nonzero(x)
             # Unless the codec keeps its input, the result has overwritten the gradient.
-            up_part, down_part = (part, min(1.0, workers * part)) if bucket.keeps else (part / workers, part)
+            up_part, down_part = (part, min(1.0, workers * part)) if bucket.needs_undo else (part / workers, part)
             nonzero[s.tensor] += s.numel * (1.0 if part == 1.0 else (up_part + down_part) / 2)
     parts = tuple(part / info.numel if info.numel else 1.0 for part, info in zip(nonzero, worker.job.tensors, strict=True))
     return parts if min(parts, default=1.0) < 1.0 else ()

@@ -104,7 +104,7 @@ class StepLoop(Component):
 
     def new_plan(self) -> None:
         if self.local:
-            self._use.note_written(keeps=False)  # local steps have no averages to watch
+            self._use.note_written(can_roll_back=False)  # local steps have no averages to watch
 
     def average(
         self, leftovers: Sequence[torch.Tensor | None], targets: Callable[[], Sequence[torch.Tensor | None]],
@@ -187,7 +187,7 @@ class StepLoop(Component):
         """Starts to observe whether the script applies or clears the averages in `.grad`. `known`: parameters whose averages
         have already been reported as applied or discarded."""
         self._finite.check_averages()
-        self._use.note_written(keeps=self.worker.keeps, known=known)
+        self._use.note_written(can_roll_back=self.worker.can_roll_back, known=known)
 
     def observe(self, *, between: bool = True) -> None:
         """Runs the components after averages are written; one of them might switch to another plan.
