@@ -192,7 +192,7 @@ class Policy(Record, frozen=True):
 
 
 class Question(NamedTuple):
-    """The planner's inputs without gaps: a job with its timing, the machines, the costs and what a plan may choose."""
+    """The planner's complete inputs: a job with its timing, the machines, the costs and what a plan may choose."""
 
     job: Job
     cluster: Cluster

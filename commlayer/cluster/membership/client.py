@@ -86,8 +86,8 @@ class HeartbeatReport:
 
 
 def beat_timeout_s(config: Config) -> float:
-    """Returns the timeout of a heartbeat: another one fits into dead_after_s after one that got no answer. However long the
-    coordinator has been silent, the timeout is long enough for a new connection, or no heartbeat would ever arrive again."""
+    """Returns the timeout of a heartbeat. After an unanswered heartbeat, a second one still fits into dead_after_s. The timeout
+    is always long enough for a new connection, because otherwise heartbeats could not begin again after an interruption."""
     return max(MIN_BEAT_S, min(CALL_S, config.dead_after_s / 3))
 
 

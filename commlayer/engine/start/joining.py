@@ -131,8 +131,8 @@ class _StateReceiver:
         return taken
 
     def _take_state(self, own: bytes, common: bytes) -> TakenState | ResultFollower:
-        """Installs the state, or begins to follow the exchanges. The method may be called again with equal values, as the next
-        ones."""
+        """Installs the state, or begins to follow the exchanges. This method and the next two may be called again with
+        equal values."""
         given, tensors = decode_state(own, common)
         if not given.follow:
             return self._replica.install(given, tensors, self._fits)
