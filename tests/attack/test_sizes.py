@@ -199,7 +199,7 @@ def test_checkpoint_number_that_cannot_be_found_again_is_refused(highest: list[i
 def test_number_of_process_groups_of_a_rank_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     members = Members.__new__(Members)
     members.ranks = (0, 1)
-    monkeypatch.setattr(Members, "tell", lambda _, data, *__: [data, (10**12).to_bytes(8, "little")])
+    monkeypatch.setattr(Members, "exchange_bytes", lambda _, data, *__: [data, (10**12).to_bytes(8, "little")])
     assert_refused(outcome(lambda: members._numbered(1.0, "making a group").__enter__()), "E-SIZE", "rank 1", f"{10**12}")
 
 
