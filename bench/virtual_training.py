@@ -30,7 +30,7 @@ from commlayer.engine.sync.local_steps import OuterSteps, StepWeights
 from commlayer.engine.worker.worker import Worker
 from commlayer.errors import InvalidInput
 from commlayer.observe.noise_scale import NoiseScale
-from commlayer.optim import OuterSGD, usual
+from commlayer.optim import OuterSGD, default_outer
 from commlayer.planner.buckets import divide_into_fragments
 from commlayer.records import Job, Plan, Record
 from commlayer.transport.protocol import Header, Kind, Message
@@ -78,7 +78,7 @@ class Variant(Record, frozen=True):
 def outer_of(variant: Variant) -> OuterSGD:
     """Without a name the default of attach(). Raises InvalidInput for an unknown name."""
     if not variant.outer:
-        return usual("sgd" if variant.optimizer == "sgd" else "adam")
+        return default_outer("sgd" if variant.optimizer == "sgd" else "adam")
     if variant.outer not in OUTERS:
         raise InvalidInput("E-USER-CODE",
                            f"outer: got {variant.outer!r}, allowed: {', '.join(map(repr, OUTERS))}, or '' for the optimizer's "

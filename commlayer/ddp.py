@@ -62,7 +62,7 @@ class HookState:
         if self.session is not None:
             self.session.weight(n)
 
-    def take(self, bucket: GradBucket) -> torch.Tensor:
+    def handle_bucket(self, bucket: GradBucket) -> torch.Tensor:
         """Receives one gradient bucket from DDP. The last bucket of the first backward pass also attaches the module and
         averages `.grad`."""
         if self._error is not None:
@@ -117,7 +117,7 @@ def comm_hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[torc
     if state.session is not None and state.context.closed:
         return default_hooks.allreduce_hook(state.group, bucket)
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-    future.set_result(state.take(bucket))
+    future.set_result(state.handle_bucket(bucket))
     return future
 
 

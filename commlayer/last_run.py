@@ -37,7 +37,7 @@ def folder(setting: str) -> Path | None:
     return Path(setting) if setting else None
 
 
-def remembered(path: Path | None) -> list[Path]:
+def list_remembered(path: Path | None) -> list[Path]:
     """Returns the files of remembered jobs in a folder, the latest first."""
     with contextlib.suppress(OSError):
         return sorted(path.glob("*.json"), key=lambda file: -file.stat().st_mtime) if path else []
@@ -45,7 +45,7 @@ def remembered(path: Path | None) -> list[Path]:
 
 
 def forget(path: Path | None) -> None:
-    for file in remembered(path):
+    for file in list_remembered(path):
         file.unlink(missing_ok=True)
 
 
@@ -74,7 +74,7 @@ class LastRuns:
             with contextlib.suppress(OSError):
                 self._path.mkdir(parents=True, exist_ok=True)
                 files.write_whole({self._file(sites): records.encode(run)})
-                for old in remembered(self._path)[MOST:]:
+                for old in list_remembered(self._path)[MOST:]:
                     old.unlink(missing_ok=True)
 
     def _file(self, sites: Iterable[Sequence[int]]) -> Path:

@@ -39,7 +39,7 @@ def names(model: LossModel | None, max_loss: float) -> list[str]:
     return list(candidates)
 
 
-def priced(profile: Profile, policy: Policy, model: LossModel) -> tuple[Profile, Policy]:
+def with_loss_penalties(profile: Profile, policy: Policy, model: LossModel) -> tuple[Profile, Policy]:
     """Returns the profile with measured loss penalties, and the policy with only measured codecs allowed. Raises ValueError if
     the policy names a codec that was not measured."""
     penalties = {cost.codec: penalty(model, cost.codec) for cost in profile.codecs}

@@ -43,7 +43,7 @@ class PlanFileInputs(Record, frozen=True):
                 return None, self.policy
             return self._learnt(self.profile or profile_from_tables(cluster)), self.policy
         profile = self.profile or loss_budget.tables(cluster, self.loss, policy.max_loss)
-        return loss_budget.priced(self._learnt(profile), policy, self.loss)
+        return loss_budget.with_loss_penalties(self._learnt(profile), policy, self.loss)
 
     def _learnt(self, profile: Profile) -> Profile:
         """Adds convergence factors to the profile: the user's own, else the profile's, else the built-in table's."""
@@ -68,22 +68,22 @@ def inputs_path(path: Path) -> Path:
 
 def plan_in(path: Path) -> Plan:
     data = read_plan_text(path, "plan").encode()
-    for problem in misread(data):
+    for problem in find_problems(data):
         raise RecordError("E-PLAN-FILE", f"plan {path}: {problem}")
     return records.decode(data, Plan, f"plan {path}")
 
 
-def misread(data: bytes) -> list[str]:
+def find_problems(data: bytes) -> list[str]:
     """Reasons why `data` is not a plan of this version, one line for each bad bucket and one for the other fields; empty if
     `data` is a plan."""
     try:
         records.decode(data, Plan, "plan")
     except RecordError as error:
-        return [*_misread(data)] or [str(error)]
+        return [*_find_problems(data)] or [str(error)]
     return []
 
 
-def _misread(data: bytes) -> Iterator[str]:
+def _find_problems(data: bytes) -> Iterator[str]:
     try:
         content = msgspec.json.decode(data)
     except records.MALFORMED as error:
@@ -106,7 +106,7 @@ def _misread(data: bytes) -> Iterator[str]:
             yield f"{what}{error}"
 
 
-def written(plan: Plan) -> str:
+def format_plan(plan: Plan) -> str:
     """The text of a plan file. Each bucket has its own line, for readers and for version control."""
     buckets = ",\n".join(records.encode(bucket).decode() for bucket in plan.buckets)
     rest = records.encode(structs.replace(plan, buckets=())).decode()

@@ -42,10 +42,10 @@ from commlayer.engine.step.driver import SoloDriver
 from commlayer.engine.step.module_driver import ModuleDriver
 from commlayer.engine.step.quiet_ddp import QuietDDP, check_silenceable
 from commlayer.engine.sync.sync_modes import LocalSteps, check_forward, check_local, forbidden_by_model, requested_modes
-from commlayer.engine.worker.clipping import Clipping, checked, clipping
+from commlayer.engine.worker.clipping import Clipping, check_clip_grad_norm, clipping
 from commlayer.errors import CommError, InvalidInput, exit_reason
 from commlayer.observe.power import PowerMeter
-from commlayer.optim import family_of, usual
+from commlayer.optim import default_outer, family_of
 from commlayer.records import Plan
 
 log = logging.getLogger("commlayer")
@@ -337,13 +337,13 @@ def attach(
     first = next(iter(model.parameters()), torch.empty(0)) if isinstance(model, nn.Module) else torch.empty(0)
     with StartExchange(process_group if ddp is None else ddp.process_group, first.device) as start:
         modes, requested = requested_modes(sync), requested_plan(compression, plan)
-        outer = (sync.outer if isinstance(sync, LocalSteps) else None) or usual(family_of(optimizer))
+        outer = (sync.outer if isinstance(sync, LocalSteps) else None) or default_outer(family_of(optimizer))
         settings = read_config(config)
         check_model(model)
         refuse_steps_in_backward(model.named_parameters())
         if modes.updates:
             check_local(optimizer)
-        norm = checked(clip_grad_norm, optimizer)
+        norm = check_clip_grad_norm(clip_grad_norm, optimizer)
         named = trained_parameters(model)
         if modes.overlap == "forward":
             check_forward(model, named, optimizer)

@@ -78,7 +78,7 @@ def table() -> str:
     ]
     for name, entry in CATALOGUE.items():
         codec = parse(entry.example)
-        alone = "biased" if codec.biased else "keeps a residual" if codec.keeps else "unbiased"
+        alone = "biased" if codec.biased else "keeps a residual" if codec.needs_undo else "unbiased"
         rounds = ", ".join(kind.name for kind in codec.rounds)
         bits = f"{bits_per_element(wrap(codec)):.3g}"
         lines.append(f"| `{name}` | {entry.what} | {codec.id} | {bits} | {alone} | {rounds} | {entry.when} | {entry.paper} |")

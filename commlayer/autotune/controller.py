@@ -246,7 +246,7 @@ class TuningController(Component):
         return self.state.links if self._planning and self.state.phase is Phase.WATCHING else None
 
     def _attempt(self, act: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
-        """Calls `act`, which decides by itself or acts on this rank only. After an error this rank decides nothing more."""
+        """Calls `act`, which involves no other rank. After an error this rank makes no further decisions."""
         if self._failure is None:
             try:
                 return act(*args, **kwargs)
@@ -290,7 +290,7 @@ class TuningController(Component):
             self._recorded_s.append(step_s)
         if state.step < state.until:
             return
-        # The first steps were recorded. Local steps may be many.
+        # The first steps are recorded already. With local steps, further recorded steps would take too long.
         if state.phase is Phase.MEASURING or (state.links is None and (
                 self._context.plan.steps_locally or link_policy.links_hold(*self._do.share_times(step_s, waited_s)))):
             self._measure()
@@ -317,8 +317,8 @@ class TuningController(Component):
         return True
 
     def _due(self, rows: Sequence[TuningReport], *, entered: bool) -> bool:
-        """Returns whether all ranks send reports after this step: every few steps while links are watched or load is balanced,
-        after a comparison with exact gradients and after its reports, and after a change of plans."""
+        """Returns whether all ranks send reports after this step. They do so every few steps while links are watched or load is
+        balanced, after a comparison with exact gradients and after its reports, and after a change of plans."""
         compared = (self.guard is not None and self.guard.error is not None) or any(row.compared for row in rows)
         wanted = self._watched is not None or self.shares is not None
         return entered or compared or (wanted and self._reports.due)
@@ -335,7 +335,7 @@ class TuningController(Component):
             self._do_agreed()
 
     def _own_report(self) -> tuple[TuningReport, float]:
-        """Returns this rank's report, and the step time above which a step says something about the links."""
+        """Returns this rank's report, and the step time above which a step shows a change of the links."""
         request, decisive_s, links = TuningRequest.NOTHING, math.inf, self._watched
         if links is not None:
             decisive_s = links.watch.decisive_s
@@ -372,11 +372,11 @@ class TuningController(Component):
             change = self.guard.decide([row.error for row in rows], step_s)
             if change is not None:
                 self.state = structs.replace(self.state, agreed=change)
-                return  # what the reports say about links was about the plan that ends
+                return  # the links in these reports were measured under the plan that ends
         if (links := self._watched) is not None and all(row.step_s for row in rows):
             self._watch(links, rows, step_s)
         allowed_bps = [row.allowed_bps for row in rows]
-        if self._allowed_bps and plan_policy.caps_moved(self._allowed_bps, allowed_bps):
+        if self._allowed_bps and plan_policy.caps_changed(self._allowed_bps, allowed_bps):
             self.state = structs.replace(self.state, moved=True)
         self._allowed_bps = self._allowed_bps or allowed_bps
 
@@ -423,7 +423,7 @@ class TuningController(Component):
             self._await(max(link_policy.WAITED_STEPS * measured.step_s, CAPPED_S if measured.uncapped else 0.0))
 
     def _measured(self, measured: Measured) -> None:
-        self._set(*link_policy.measured(self.state, measured, time.monotonic(), self._do.node_names()))
+        self._set(*link_policy.record_measurement(self.state, measured, time.monotonic(), self._do.node_names()))
         recent = self.state.recent
         self._set(plan_policy.begin_search(self.state, measured.step_s, median(recent) if recent else 0.0, checks=True))
 
@@ -473,7 +473,7 @@ class TuningController(Component):
         try:
             self._do.switch(None if proposal is None else proposal.candidate.runnable, by_itself=True)
         except ValueError as error:  # raised on all ranks, and nothing has changed
-            self.state = plan_policy.refused(self.state)
+            self.state = plan_policy.drop_refused(self.state)
             self._log_decision(f"kept the current plan: {error}")
             return
         plan, back = self._context.plan, proposal is not None and proposal.back

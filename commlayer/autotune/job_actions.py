@@ -21,12 +21,12 @@ from commlayer.autotune.measure.measurements import (
     measured_links,
     nonzero_fractions,
     number_server_nodes,
+    remove_caps,
     squared_norms,
-    uncapped,
 )
 from commlayer.autotune.measure.probes import (
     communication_bound,
-    gathered,
+    gather_rows,
     known_links,
     make_traffic_meter,
     probe_own_link,
@@ -135,7 +135,8 @@ class JobActions:
         because such a plan does not suit the start of a job."""
         context = self._context
         if context.plan is self._young:
-            # Planning needs servers, even if the plan does not. Homes may come in another order, so no codec is that of a node.
+            # The next run's planner needs servers, even if this plan needs none. Homes may then join in another order, so the
+            # plan is stored without codecs of single nodes.
             plan = structs.replace(context.plan, servers=len(context.uplink.epoch.servers),
                                    buckets=tuple(structs.replace(b, by_node=()) for b in context.plan.buckets))
             link = links[context.groups.node]
@@ -231,7 +232,7 @@ class JobActions:
             return is_no_slower(plain, number_servers_by_node(plan, number_server_nodes(context)), inputs)
 
         one_machine = all(is_loopback(host_port(server.address)[0]) for server in context.uplink.epoch.servers)
-        # Rank 0 decides. All ranks measure codecs, because some may share a machine.
+        # Rank 0 decides. The other ranks measure codecs at the same time, because some of them may share its machine.
         return plain if one_machine or self.agree(is_worthwhile) else None
 
     def _collective_costs(self, rows: Sequence[RankMeasurement]) -> CollectiveCosts:
@@ -275,12 +276,12 @@ class JobActions:
 
     def _planned(self, row: RankMeasurement) -> list[RankMeasurement]:
         """Returns the rows of all ranks, with the upload rates that the caps of homes allow; collective."""
-        return gathered(self._context.groups, row._replace(up_bps=HOME.allowed_bps(row.up_bps), uplink_bps=row.up_bps))
+        return gather_rows(self._context.groups, row._replace(up_bps=HOME.allowed_bps(row.up_bps), uplink_bps=row.up_bps))
 
     def _uncapped(self, rows: Sequence[RankMeasurement]) -> tuple[Link, ...]:
         """Returns the links without caps; empty if no home is capped."""
-        return uncapped(measured_links(self._context, rows),
-                        [rows[first].uplink_bps for first in self._context.groups.first_ranks])
+        return remove_caps(measured_links(self._context, rows),
+                           [rows[first].uplink_bps for first in self._context.groups.first_ranks])
 
     @property
     def _limited(self) -> bool:

@@ -29,7 +29,7 @@ def links_hold(step_s: float, waited_s: float) -> bool:
     return step_s >= SOON_S and waited_s >= LINKS_HOLD * step_s
 
 
-def measured(state: TuningState, measured: Measured, now: float, names: Sequence[str]) -> Decided:
+def record_measurement(state: TuningState, measured: Measured, now: float, names: Sequence[str]) -> Decided:
     """Records a measurement. `names`: display name of each node."""
     links = (LinkState.of(measured.links, measured.step_s, now, tuple(names)) if state.links is None
              else state.links.measured(measured.links, now))
@@ -63,7 +63,7 @@ def observe_step(state: TuningState, links: LinkState, row: SeenStep, now: float
         line = f"links are faster than planned: {links.format_rates(rates)} in steps, planned {planned}"
         # The links may be even faster, so the probe schedule counts from the time when they were last found no faster.
         faster = structs.replace(links.measured(links.with_rates(rates), 0.0), reprobe=links.reprobe)
-        # While a link is found to be faster and faster, many such lines follow each other.
+        # Only for debugging: a link that is repeatedly found faster would log many such lines.
         return structs.replace(state, links=faster), [LogLine(line, logging.DEBUG)]
     line = (f"links have changed from {planned} to {links.format_rates(rates)}: steps take {1e3 * row.step_s:.1f} ms instead "
             f"of "

@@ -58,7 +58,7 @@ def limit_to_budget(context: DistributedJob, profile: Profile, policy: Policy) -
     if model is not None or context.terms.max_loss:
         policy = structs.replace(policy, max_loss=_budget(context))
     if model is not None:
-        profile, policy = loss_budget.priced(profile, policy, model)
+        profile, policy = loss_budget.with_loss_penalties(profile, policy, model)
     if not context.terms.floor:
         return profile, policy
     names = policy.codecs or tuple(dict.fromkeys(cost.codec for cost in profile.codecs))

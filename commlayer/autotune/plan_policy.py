@@ -165,7 +165,7 @@ def finish_switch(state: TuningState, plan: Plan) -> Decided:
     return state, [LogLine(candidate.leaves, logging.WARNING)] if candidate.leaves else []
 
 
-def refused(state: TuningState) -> TuningState:
+def drop_refused(state: TuningState) -> TuningState:
     """Drops the proposal, because a rank has refused it."""
     return structs.replace(state, proposal=None, trial=None, count=0)
 
@@ -285,7 +285,7 @@ def on_faster_links(state: TuningState) -> TuningState:
     return begin_search(state, median(state.recent))
 
 
-def caps_moved(planned: Sequence[float], now: Sequence[float]) -> bool:
+def caps_changed(planned: Sequence[float], now: Sequence[float]) -> bool:
     """Returns whether the rates that homes may send differ from those of the last measurement. 0: a home has no cap."""
     return any(max(one, other) > CAPS_WORTH * min(one, other) for one, other in zip(planned, now, strict=True))
 

@@ -147,7 +147,8 @@ class Sampler:
         for worker, first in (lost or {}).items():
             if not step - KEEP_STEPS <= first <= step:
                 raise InvalidInput("E-SAMPLER-ARGUMENT",
-                                   f"announce: worker {worker} lost from step {first}, allowed: {step - KEEP_STEPS} to {step}")
+                                   f"announce: worker {worker} is lost from step {first}, allowed: {step - KEEP_STEPS} to "
+                                   f"{step}")
         self._schedule.add(Announcement(step, named, dict(lost or {})))
 
     def follow(self, loader: Iterable[Any], session: TrainingSession | None = None, *,

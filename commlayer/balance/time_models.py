@@ -222,7 +222,8 @@ class OnlineLine:
         error_s = time_s - expected_s
         spread_s = math.sqrt(self._variance(batch) + self._noise_s2)
         settles = self._jumped_at is not None and self._batch_changed(self._jumped_at, batch)
-        # The measurement that shows whether a jump was a factor or a constant may be far off, and is no outlier.
+        # After a jump, the first measurement with another batch shows whether a factor or a constant has changed. Even a large
+        # error of this measurement does not make it an outlier.
         if not settles and abs(error_s) > max(GATE * spread_s, GATE_LEAST * expected_s):
             return self._outlier(batch, time_s, error_s)
         self._outliers.clear()

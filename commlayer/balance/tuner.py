@@ -42,7 +42,7 @@ class Dimension(Record, frozen=True):
         if not self.choices:
             return [math.log(value / self.low) / math.log(self.high / self.low)]
         if self.width > 1:
-            # Half, so that another codec is as far away as half the range of a number.
+            # 0.5: two choices differ as much as two numbers that are half their range apart.
             return [0.5 * (value == choice) for choice in self.choices]
         return [self.choices.index(value) / max(1, len(self.choices) - 1)]
 
@@ -216,7 +216,7 @@ class Engine:
 
         process: Any = GaussianProcessRegressor(Matern(0.5, LENGTHS, nu=2.5), normalize_y=True, noise="gaussian")
         with warnings.catch_warnings():
-            # It warns of a length or noise at the end of its range, which is normal with few or flat trials.
+            # The fit warns if a length or the noise ends at a bound of its range. This is normal with few or similar trials.
             warnings.simplefilter("ignore")
             process.fit(self._points(self._tried), self._values)
         promise = gaussian_ei(self._points(candidates), process, y_opt=min(self._values), xi=0.0)
@@ -295,7 +295,7 @@ def tune(proxy: Proxy, store: Store, search: Search, engine: Engine, trials: int
     while len(store.trials) < trials:
         settings = engine.ask() if store.trials else first(search.space)
         trial = run(proxy, settings)
-        if trial.error and not store.trials:  # not stored: the same command runs it again
+        if trial.error and not store.trials:  # a failed first trial is not stored, so the same command repeats it
             raise InvalidInput("E-TUNE-BASELINE", f"{DENSE_FAILED}: {trial.error}")
         store.add(trial)
         engine.tell(settings, score(store.trials, search.budget))

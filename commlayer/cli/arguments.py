@@ -97,8 +97,8 @@ def cluster_named(file: str, nodes: str, homes: str, server: str) -> Cluster:
                            f"--cluster FILE (`commlayer plan init` writes an example); got {' and '.join(options) or 'none'}")
     if server and not homes:
         raise InvalidInput("E-CLI-OPTION",
-                           f"--server {server} is the link of the server of --homes; got {options[0]}, which sets server "
-                           "links itself")
+                           f"--server {server} sets the server's link for --homes, but {options[0]} describes all links "
+                           "itself: leave --server out")
     if homes:
         return cluster_of_homes(homes, server or SERVER)
     if nodes:

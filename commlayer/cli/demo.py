@@ -64,7 +64,7 @@ def _run(settings: DemoSettings, png: Path, json: Path | None, links: str) -> No
     console.print(f"Starting {workers} workers and a server, which takes some 15 s: each worker loads PyTorch.")
     with Fleet(settings) as fleet:
         for worker_report in fleet.begin():
-            progress.take(worker_report)
+            progress.add_report(worker_report)
         console.print("Training begins: one machine alone, DDP, and commlayer at the same time.")
         if fleet.page:
             console.print(f"The job's page: {fleet.page}", soft_wrap=True)
@@ -72,7 +72,7 @@ def _run(settings: DemoSettings, png: Path, json: Path | None, links: str) -> No
         with Live(console=console, auto_refresh=False, transient=True) as live:
             while (elapsed := time.monotonic() - begin) < settings.seconds:
                 for worker_report in fleet.reports(FRAME_S):
-                    progress.take(worker_report)
+                    progress.add_report(worker_report)
                 for run in (DDP, COMMLAYER):
                     sent_nbytes[run] = sum(line.up.nbytes for line in fleet.lines[run]) // settings.homes
                 rows = progress.rows(sent_nbytes)

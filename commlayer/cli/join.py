@@ -1,5 +1,5 @@
-"""`commlayer join` starts a training script on a machine that accepts no connections, as torchrun does in a cluster; `commlayer
-up` does so with the keys that the machine has, or says what to do next."""
+"""The commands `commlayer join` and `commlayer up`. `join` starts a training script on a machine that accepts no connections,
+as torchrun does in a cluster. `up` does the same with the keys that the machine has, or prints the next command to type."""
 
 from __future__ import annotations
 

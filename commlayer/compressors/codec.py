@@ -88,7 +88,7 @@ class Codec(msgspec.Struct, frozen=True):
     rounds: ClassVar[tuple[Reduction, ...]] = ()
     biased: ClassVar[bool] = False
     """True: the codec needs error feedback. A plan then adds error feedback, unless the user passes `ef=False`."""
-    keeps: ClassVar[bool] = False
+    needs_undo: ClassVar[bool] = False
     """True: a step's payload affects later steps, for example through a residual. An aborted step must then be rolled back with
     `undo`."""
     has_residual: ClassVar[bool] = False
@@ -303,7 +303,7 @@ class CodecWrapper(Codec, frozen=True):
     id = property(attrgetter("inner.id"))
     rounds = property(attrgetter("inner.rounds"))
     biased = property(attrgetter("inner.biased"))
-    keeps = property(attrgetter("inner.keeps"))
+    needs_undo = property(attrgetter("inner.needs_undo"))
     has_residual = property(attrgetter("inner.has_residual"))
     has_server_residual = property(attrgetter("inner.has_server_residual"))
 

@@ -52,7 +52,7 @@ class ErrorFeedback(CodecWrapper, frozen=True):
 
     name: ClassVar[str] = "error_feedback"
     biased: ClassVar[bool] = False
-    keeps: ClassVar[bool] = True
+    needs_undo: ClassVar[bool] = True
     has_residual: ClassVar[bool] = True
 
     lr_correction: bool = False
@@ -66,7 +66,7 @@ class ErrorFeedback(CodecWrapper, frozen=True):
             wrong = "but it must be a codec other than error_feedback"
         elif isinstance(self.inner, Momentum):  # a residual around it would be added to the input as if it were a gradient
             wrong = "but momentum changes the input; put momentum around error_feedback instead"
-        elif self.inner.keeps:
+        elif self.inner.needs_undo:
             wrong = "which already keeps a residual or velocity; put error_feedback inside it instead"
         if wrong:
             raise InvalidInput("E-CODEC-ARGUMENT", f"error_feedback: inner is {self.inner}, {wrong}")
@@ -227,7 +227,7 @@ class Momentum(CodecWrapper, frozen=True):
     if that codec needs it. If x is not finite, x is sent instead, so it is flagged, and the velocity stays unchanged."""
 
     name: ClassVar[str] = "momentum"
-    keeps: ClassVar[bool] = True
+    needs_undo: ClassVar[bool] = True
 
     beta: float = 0.9
 

@@ -63,8 +63,8 @@ class TwoWay(CodecWrapper, frozen=True):
         return False
 
     @property
-    def keeps(self) -> bool:  # type: ignore[override]
-        return self.inner.keeps or self.down.keeps
+    def needs_undo(self) -> bool:  # type: ignore[override]
+        return self.inner.needs_undo or self.down.needs_undo
 
     @property
     def has_server_residual(self) -> bool:  # type: ignore[override]
@@ -126,7 +126,7 @@ def _check_alike(bucket: Bucket, server: Codec, node: Codec) -> None:
         raise InvalidInput("E-PLAN-BY-NODE",
                            f"bucket {bucket.id}: by_node has {node}, whose payloads a server with {server} does not read; only "
                            "the ratios may differ")
-    if node.keeps != server.keeps:
+    if node.needs_undo != server.needs_undo:
         raise InvalidInput("E-PLAN-BY-NODE",
                            f"bucket {bucket.id}: by_node has {node} and the bucket's codec is {server}, but only one of them "
                            "keeps a residual; use error_feedback for both or for neither")

@@ -35,8 +35,8 @@ SPARE = 16
 
 
 class Picked(NamedTuple):
-    """Result of a selection: the increasing numbers of the entries or runs that were taken, the values of entries or sums of
-    magnitudes of runs, and True in `finite` if all of x + residual is finite."""
+    """Result of a selection. `idx`: the increasing numbers of the selected entries or runs. `val`: values of the entries, or
+    sums of the runs' magnitudes. `finite`: True if all of x + residual is finite."""
 
     idx: Array
     val: Array

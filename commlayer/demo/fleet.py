@@ -115,7 +115,7 @@ class Fleet:
 
     def _environment(self) -> dict[str, str]:
         """No settings of the user, keys of homes in the demo's folder, one thread for each worker, and this package."""
-        # gRPC needs only the coordinator's port, which each home reaches at another address: that of its line.
+        # Each home reaches the coordinator's port through the relay of its simulated link. gRPC needs no other port.
         variables = child_environment(Config(carrier="grpc", cache=""))
         variables |= {"XDG_CONFIG_HOME": self._folder.name, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
                       "PYTHONSAFEPATH": "1"}

@@ -51,7 +51,7 @@ class Progress:
         self.settings, self.native = settings, True
         self.runs = {run: RunProgress() for run in RUNS}
 
-    def take(self, report: WorkerReport) -> None:
+    def add_report(self, report: WorkerReport) -> None:
         run = self.runs[report.run]
         self.native &= report.native
         if report.step and report.at_s < self.settings.seconds:

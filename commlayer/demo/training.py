@@ -165,7 +165,7 @@ def train(worker: DemoWorker, gpt: GPT, model: nn.Module, optimizer: torch.optim
         pace.begin()
         at_s, validation = time.perf_counter() - begin_s, None
         if settings.home == 0 and at_s >= evaluated_s + EVALUATE_S:
-            # The pace of the forward pass covers it: a GPU evaluates so few rows in a moment.
+            # The evaluation's time counts as a part of the paced forward pass, because a GPU needs almost no time for it.
             validation, evaluated_s = evaluate(gpt, held_out, session), at_s
         loss = loss_of(model, batch)
         optimizer.zero_grad()
@@ -265,7 +265,7 @@ def main() -> None:
                 break
     if len(workers) == 1:
         run(workers[0])
-    _, status = os.wait()  # of the first that ends: all train until the demo ends
+    _, status = os.wait()  # returns when the first worker ends; workers train until the demo ends
     os._exit(os.waitstatus_to_exitcode(status) and 1)
 
 

@@ -46,8 +46,8 @@ class Doctor:
                        network.ADVERTISED: split_port(config.advertise, "advertise")[0]}
 
     def phases(self) -> Iterator[Sequence[Check[Doctor]]]:
-        """Checks that run at the same time. The link to the server is measured after them, since they would disturb each other,
-        and then the links between the nodes of a launcher that runs this command on all of them."""
+        """Yields groups of checks; the checks of a group run at the same time. The link to the server is measured alone, after
+        the other checks. If a launcher runs this command on several nodes, the links between them are measured last."""
         yield CHECKS
         yield [LINK] if self.server.status is not None else []
         limit_s = nodes.limit_s(self.launch.world, self.config.join_deadline_s)

@@ -72,7 +72,7 @@ def check_processor(cores: int, limit: float) -> Finding:
 
 def check_last_runs(folder: Path | None) -> Iterator[Finding]:
     """Says what the next run of a job would start with."""
-    if files := last_run.remembered(folder):
+    if files := last_run.list_remembered(folder):
         days = last_run.age(files[0]) / 86400
         yield ok("last runs", f"{folder} has plan and link of {len(files)} job{'s' if len(files) > 1 else ''}, the latest "
                  f"{days:.0f} days old; `commlayer doctor --forget` deletes them", jobs=len(files))

@@ -126,7 +126,7 @@ def own_facts(plan: str) -> NodeFacts:
     import torch
 
     f = own_addresses("")
-    outside = [one for one in f.resolves if not is_loopback(one)]  # loopback is a finding of the host name's check
+    outside = [one for one in f.resolves if not is_loopback(one)]  # the check of the host name reports loopback addresses
     named = "" if launcher_variable("GLOO_SOCKET_IFNAME") else next(iter(outside), "")
     return NodeFacts(socket.gethostname(), "", own_version(), platform.python_version(), str(torch.__version__), plan,
                      own_address.machine(), named, tuple(one.address for one in f.interfaces if one.name.startswith(INSIDE)))

@@ -23,9 +23,9 @@ C = TypeVar("C")
 
 
 class ComponentOrder(IntEnum):
-    """Order in which a job calls its components: first those that find lost members; then local steps begin or end; then loop
-    and hooks adapt to the new sync mode; then come checks of what all ranks have done, components that might change the plan,
-    and those that only measure under the plan. At the end the row of all components is sent."""
+    """Order in which a job calls its components. Components that find lost members come first. Then local steps begin or end,
+    and the loop and the hooks adapt to the new sync mode. Checks of what all ranks have done follow, then components that might
+    change the plan, then those that only measure. The last component sends the row of all of them."""
 
     JOB = 0
     SCHEDULE = 1

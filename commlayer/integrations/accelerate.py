@@ -42,7 +42,7 @@ def attach(accelerator: Accelerator, model: nn.Module, optimizer: Any, **options
     """
     module: Any = getattr(model, "_orig_mod", model)  # without the wrapper of torch.compile
     session = attach_model(module, optimizer_inside(optimizer), grad_scaler=accelerator.scaler, **options)
-    follow_members(accelerator, session)
+    patch_gather(accelerator, session)
     if not isinstance(module, DistributedDataParallel):
         module.no_sync = session.no_sync  # accelerator.accumulate() calls it for all micro-batches of a step but the last
 
@@ -62,7 +62,7 @@ def attach(accelerator: Accelerator, model: nn.Module, optimizer: Any, **options
     return session
 
 
-def follow_members(accelerator: Accelerator, session: Session) -> None:
+def patch_gather(accelerator: Accelerator, session: Session) -> None:
     """Lets `accelerator.gather` follow the members of a job whose workers may leave. Accelerate itself reads their number once,
     at the start."""
     if session.inspect.may_leave:

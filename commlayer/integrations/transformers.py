@@ -11,7 +11,7 @@ from transformers import Trainer, TrainerCallback
 from transformers import trainer as trainer_module
 from transformers.trainer_pt_utils import nested_gather
 
-from commlayer.integrations.accelerate import follow_members, gather_of_present, optimizer_inside
+from commlayer.integrations.accelerate import gather_of_present, optimizer_inside, patch_gather
 from commlayer.session import Session, attach
 
 log = logging.getLogger("commlayer")
@@ -44,7 +44,7 @@ class CommlayerCallback(TrainerCallback):
         trainer.train = functools.partial(self._train, trainer.train)
 
     def _train(self, train: Any, *arguments: Any, **options: Any) -> Any:
-        """Trains. The functions that were replaced meanwhile are then put back, also after an error."""
+        """Trains, then restores the functions of transformers that were replaced, also after an error."""
         try:
             return train(*arguments, **options)
         finally:
@@ -55,7 +55,7 @@ class CommlayerCallback(TrainerCallback):
         trainer, model = self._trainer, self._module
         self.session = attach(model, optimizer_inside(trainer.optimizer), grad_scaler=trainer.accelerator.scaler,
                               **{"steps": state.max_steps, **self._options})
-        follow_members(trainer.accelerator, self.session)
+        patch_gather(trainer.accelerator, self.session)
         if self.session.inspect.may_leave:
             trainer_module.nested_gather = _nested_gather
         if not isinstance(model, DistributedDataParallel):

@@ -168,7 +168,7 @@ class LinkWatch(Record, frozen=True):
         latest = self.seen[-SETTLED:]
         sent, received = (sum(row.step_s * node[direction].share * node[direction].bps for row in latest for node in row.nodes)
                           for direction in DIRECTIONS)
-        # Nodes receive what nodes send; a difference shows foreign traffic, for example of a disk at the same site.
+        # Nodes receive what nodes send. A difference shows traffic of others, for example to a file server at the same site.
         if not self.settled or max(sent, received) > MORE * min(sent, received):
             return self.planned
         received_bps = [PAYLOAD * _median_rate(latest, node, DOWN) for node in range(len(self.planned))]
@@ -184,8 +184,8 @@ class LinkWatch(Record, frozen=True):
         planned_bps = self.planned[node][direction]
         bps, factor = _median_rate(rows, node, direction), FACTOR if self.settled else UNUSUAL
         usual_bps = _median_rate(self.seen, node, direction) if self.settled else planned_bps
-        # Results arrive no faster than the slowest node sends, and busy machines send slowly. A download that is not clearly
-        # slower than that shows nothing about its link.
+        # Results arrive at most as fast as the slowest node uploads, and a busy machine uploads slowly. Only a download that is
+        # clearly slower than that upload shows a slow link.
         if direction == DOWN and factor * bps >= min(_median_rate(rows, each, UP) for each in range(len(self.planned))):
             return planned_bps
         if not (0 < factor * PAYLOAD * bps < planned_bps and factor * bps < usual_bps):

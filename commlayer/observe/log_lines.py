@@ -13,8 +13,8 @@ WIDEST = 100
 
 
 class LogLines(logging.StreamHandler):  # type: ignore[type-arg]
-    """Writes log lines to standard error. On a terminal long lines are broken between words, and characters that would control
-    it, which a peer may have sent, are escaped; in files a record stays one line, so that it can be searched."""
+    """Writes log lines to standard error. On a terminal, long lines are broken between words, and control characters are
+    escaped, because a peer may have sent them. In a file each record stays one line, so it can be searched."""
 
     def __init__(self, name: str) -> None:
         """`name`: the command whose lines these are, for example "commlayer serve"."""

@@ -59,7 +59,7 @@ class OuterSGD(msgspec.Struct, frozen=True):
         starts.add_(change, alpha=-self.lr)
 
 
-def usual(family: Family) -> OuterSGD:
+def default_outer(family: Family) -> OuterSGD:
     """Returns the default outer optimizer: averaging, norm-matched if optimizers of that family need it. None of its constants
     depends on the number of local steps, so a plan can change that number alone."""
     return OuterSGD(matched=family in ("adam", "lion", "muon"))

@@ -115,7 +115,7 @@ class Gains(NamedTuple):
     step_high: float
 
     @property
-    def known(self) -> bool:
+    def noise_scale_known(self) -> bool:
         return self.high == self.plan
 
 
@@ -150,10 +150,10 @@ def verdict(gain: Gains) -> str:
     if not gain.plan:
         return "one machine: nothing to exchange"
     if gain.high <= 1:
-        least = "" if gain.known else "at least "
+        least = "" if gain.noise_scale_known else "at least "
         faster = "as fast" if times_text(1 / gain.high) == "1.0x" else f"{least}{times_text(1 / gain.high)} faster"
         return f"NOT WORTH IT: {alone} is {faster}; try a larger batch or faster links"
-    if not gain.known:
+    if not gain.noise_scale_known:
         unsure, how = ("", "faster than") if gain.plan > 1 else ("UNSURE: ", "as fast as")
         return f"{unsure}{times_text(gain.plan, gain.high)} {how} {alone}: the noise scale of your training is unknown"
     if gain.cautious <= 1:
@@ -334,8 +334,9 @@ def what_if(
     job: Job, cluster: Cluster, profile: Profile | None = None, policy: Policy | None = None, *,
     bandwidths: Sequence[float] = (), add_nodes: Sequence[Node] = (), counts: Sequence[int] = (), gpus: Sequence[str] = (),
 ) -> Curve:
-    """Plans for several clusters that differ in one of: link rates (of every training node, both directions, in bit/s), nodes
-    added one by one, the number of nodes (copies of the last node), the GPU of all nodes. A profile must cover all clusters."""
+    """Plans for several clusters that differ in one of four arguments. `bandwidths`: rates in bit/s, in both directions, of
+    every training node's link. `add_nodes`: nodes that are added one by one. `counts`: numbers of nodes, which are copies of
+    the last one. `gpus`: the GPU of all nodes. A profile must cover all clusters."""
     question = checked_inputs(job, cluster, profile, policy)
     variants = {
         "bandwidth": [(rate_text(bps), bps, with_link_rate(cluster, bps)) for bps in bandwidths],

@@ -337,7 +337,8 @@ def divide_into_fragments(buckets: Sequence[CutBucket], count: int) -> list[list
     if count == 1:
         return [list(range(len(buckets)))]
     if len(buckets) < count:
-        raise InvalidInput("E-SYNC-FRAGMENTS", f"fragments={count}: the plan's buckets make {len(buckets)} at most")
+        raise InvalidInput("E-SYNC-FRAGMENTS",
+                           f"fragments={count}: allowed: 1 to {len(buckets)}, the number of the plan's buckets")
     done = list(accumulate([b.numel for b in buckets], initial=0))
     cuts = [0]
     for part in range(1, count):

@@ -108,8 +108,8 @@ def cluster_problems(cluster: Cluster) -> Iterator[str]:
 
 
 def profile_problems(profile: Profile, cluster: Cluster | None = None) -> Iterator[str]:
-    """Reports invalid values of a profile, one line each. With `cluster`, also costs for a device that no node has, which would
-    otherwise be ignored silently."""
+    """Reports invalid values of a profile, one line each. With `cluster`, also reports costs for a device that no node
+    has, which the planner would ignore."""
     name = f"profile {profile.source!r}"
     if not profile.codecs:
         yield f"{name} has no codecs"

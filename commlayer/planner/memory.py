@@ -35,8 +35,8 @@ class Memory(NamedTuple):
 
 
 def estimate_memory(job: Job, device: str, optimizer: str, ranks: int = 1) -> Memory:
-    """Memory of a job on this GPU, if the model is sharded over so many. Frozen parameters have no gradients and no optimizer
-    states."""
+    """Memory of a job on each GPU of this kind, if the model is sharded over `ranks` of them. Frozen parameters have no
+    gradients and no optimizer states."""
     timing, numel = job.timed, job.numel
     sizes = {"frozen weights": timing.frozen_nbytes, "weights": ELEMENT_NBYTES * numel,
              "gradients": ELEMENT_NBYTES * numel, "optimizer": STATES_NBYTES[optimizer] * numel}

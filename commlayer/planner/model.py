@@ -192,7 +192,7 @@ class Policy(Record, frozen=True):
 
 
 class Question(NamedTuple):
-    """The planner's inputs without gaps: a job with its timing, the machines, the costs and what a plan may choose."""
+    """The planner's complete inputs: a job with its timing, the machines, the costs and what a plan may choose."""
 
     job: Job
     cluster: Cluster
@@ -337,7 +337,7 @@ def _fixed_properties(node: Node) -> tuple[object, ...]:
 
 
 def _rates(node: Node) -> tuple[float, ...]:
-    """The node's rates, of which larger is faster; without rates between ranks if the node has only one rank."""
+    """The node's rates and inverse latencies, so larger is faster. Rates between ranks only if the node has several ranks."""
     inside = (node.intra_bps, 1 / max(node.intra_alpha_s, 1e-9)) if node.ranks > 1 else ()
     # Latencies below 0.02 ms do not distinguish links.
     return (node.link.up_bps, node.link.down_bps, node.speed, 1 / max(node.link.alpha_s, 2e-5), *inside)

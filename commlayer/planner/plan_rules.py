@@ -38,8 +38,9 @@ def verify(plan: Plan, job: Job) -> list[str]:
 
 
 def verify_alone(plan: Plan, world: int = 0, tensors: int = -1, elements: int = -1) -> list[str]:
-    """Runs the checks that need no model, as on a server. With `world`, also checks that the plan fits this number of workers;
-    with `tensors` and `elements`, that it fits a job with these many, so it needs no more memory than the job does."""
+    """Runs the checks that need no model, as on a server. `world`: also checks that the plan fits this number of workers.
+    `tensors`, `elements`: also checks that the plan has no more of them than the job, so that it needs no more memory than the
+    job."""
     if plan.schema != SCHEMA:
         return [f"plan has schema {plan.schema}, this version reads schema {SCHEMA}: create the plan again"]
     if problems := list(_too_large(plan, world, tensors, elements)):

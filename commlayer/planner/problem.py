@@ -1,7 +1,7 @@
 """Builds the simulation's input: buckets with their options, as arrays.
 
 An option is a list of a few tasks. `Network` numbers the lanes of one cluster (resources such as links and CPUs), so the arrays
-of each `Shape` (tasks without durations) are built once and only joined for each problem.
+of each `TaskGraph` (tasks without durations) are built once and only joined for each problem.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ class Task(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Shape:
-    """Tasks without durations, as arrays by task. Arrays with several entries per task are concatenated; a separate array has
-    the count of each task."""
+class TaskGraph:
+    """The tasks of one option and their dependencies, without durations, as arrays by task. `next` and `gate` have several
+    entries per task: they are concatenated, and `followed` and `gated` count the entries of each task."""
 
     lanes: tuple[tuple[str, ...], ...]
     after: tuple[tuple[int, ...], ...]
@@ -58,10 +58,13 @@ class Shape:
     queue: Ints
     """Number of the queue in which the task waits (see `Network`); -1 for a task that uses no link, CPU or GPU."""
     need: Ints
+    """Number of tasks and gates for which each task waits."""
     followed: Ints
     next: Ints
+    """The tasks that wait for each task."""
     gated: Ints
     gate: Ints
+    """The nodes whose gradients each task waits for; none unless it is a first task."""
 
     @property
     def arrays(self) -> tuple[Ints, ...]:
@@ -73,7 +76,7 @@ class Template(NamedTuple):
     elements."""
 
     tasks: tuple[Task, ...]
-    shapes: tuple[Shape, ...]
+    graphs: tuple[TaskGraph, ...]
     seconds: Reals
     """Seconds that each task occupies each of its lanes (links, CPUs, GPUs)."""
     latency: Reals
@@ -83,7 +86,7 @@ class Template(NamedTuple):
         return self.seconds[:, 0] + self.seconds[:, 1] * numel, self.latency[:, 0] + self.latency[:, 1] * numel
 
     def load(self, numel: float, urgency: float = 0.0, *, stale: bool = False) -> Load:
-        return Load(self.shapes, *self.at(numel), urgency, stale)
+        return Load(self.graphs, *self.at(numel), urgency, stale)
 
     @property
     def nbytes(self) -> float:
@@ -94,7 +97,7 @@ class Template(NamedTuple):
 class Load(NamedTuple):
     """One bucket and its options (path and codec): the tasks of each option, and the tasks' durations in one array."""
 
-    shapes: tuple[Shape, ...]
+    graphs: tuple[TaskGraph, ...]
     seconds: Reals
     latency: Reals
     urgency: float = 0.0
@@ -148,20 +151,21 @@ class Network:
         self._queues: list[tuple[int, ...]] = []
         """The lane numbers of each queue."""
         self._queue_of: dict[tuple[str, tuple[str, ...]], int] = {}
-        self._shapes: dict[object, Shape] = {}
-        self._joined: dict[tuple[Shape, ...], tuple[Ints, ...]] = {}
+        self._graphs: dict[object, TaskGraph] = {}
+        self._joined: dict[tuple[TaskGraph, ...], tuple[Ints, ...]] = {}
 
     def template(self, tasks: Sequence[Task]) -> Template:
         lanes = tuple([tuple([lane for lane, _ in task.lanes]) for task in tasks])
-        shape = self.shape(lanes, tuple([task.after for task in tasks]), tuple([task.op for task in tasks]))
-        return Template(tuple(tasks), (shape,), _rows([seconds for task in tasks for _, seconds in task.lanes]),
+        graph = self.task_graph(lanes, tuple([task.after for task in tasks]), tuple([task.op for task in tasks]))
+        return Template(tuple(tasks), (graph,), _rows([seconds for task in tasks for _, seconds in task.lanes]),
                         _rows([task.latency for task in tasks]))
 
-    def shape(self, lanes: tuple[tuple[str, ...], ...], after: tuple[tuple[int, ...], ...], ops: tuple[str, ...]) -> Shape:
+    def task_graph(self, lanes: tuple[tuple[str, ...], ...], after: tuple[tuple[int, ...], ...],
+                   ops: tuple[str, ...]) -> TaskGraph:
         """The tasks' structure without durations. For each task, `lanes` has the links, CPUs and GPUs it uses, `after` the
         preceding tasks, `ops` its operation."""
         key = lanes, after, ops
-        if key not in self._shapes:
+        if key not in self._graphs:
             followers: list[list[int]] = [[] for _ in after]
             for place, earlier in enumerate(after):
                 for before in earlier:
@@ -169,27 +173,27 @@ class Network:
             # A first task waits for the gradients of the nodes whose lanes it uses, or of all nodes if it uses no node's lane.
             gates = [() if earlier else tuple(sorted({self._owner(lane) for lane in mine} - {-1})) or tuple(self.nodes.values())
                      for mine, earlier in zip(lanes, after, strict=True)]
-            self._shapes[key] = Shape(
+            self._graphs[key] = TaskGraph(
                 lanes, after, ops, held=_ints(map(len, lanes)),
                 queue=_ints([self._queue(op, mine) if mine else -1 for op, mine in zip(ops, lanes, strict=True)]),
                 need=_ints([len(earlier) + len(gate) for earlier, gate in zip(after, gates, strict=True)]),
                 followed=_ints(map(len, followers)), next=_ints(chain.from_iterable(followers)),
                 gated=_ints(map(len, gates)), gate=_ints(chain.from_iterable(gates)))
-        return self._shapes[key]
+        return self._graphs[key]
 
-    def with_final_task(self, shape: Shape) -> Shape:
+    def with_final_task(self, graph: TaskGraph) -> TaskGraph:
         """The same tasks with an additional final task, which uses no link, CPU or GPU and waits for the last tasks."""
-        last = tuple(sorted({*range(len(shape.after))} - {before for after in shape.after for before in after}))
-        return self.shape((*shape.lanes, ()), (*shape.after, last), (*shape.ops, ""))
+        last = tuple(sorted({*range(len(graph.after))} - {before for after in graph.after for before in after}))
+        return self.task_graph((*graph.lanes, ()), (*graph.after, last), (*graph.ops, ""))
 
     def problem(
         self, loads: Sequence[Load], ready: Reals, *, tail_s: float = 0.0, priority: bool = True,
     ) -> Problem:
         """The arrays for simulating any choice among the options. `ready`: by node and bucket, seconds until the gradient is
         final; the last column is the end of the node's computing."""
-        shapes = [load.shapes for load in loads]
+        graphs = [load.graphs for load in loads]
         tasks, held, queue, need, followed, following, gated, gate = map(_concat,
-                                                                         zip(*map(self._join_shapes, shapes), strict=True)) \
+                                                                         zip(*map(self._join_graphs, graphs), strict=True)) \
             if loads else [_ints(())] * 8
         stale = _ints([load.stale for load in loads])
         queues, task_line = _renumber(queue, len(self._queues))
@@ -197,7 +201,7 @@ class Network:
         used, line_lane = _renumber(_ints(chain.from_iterable(mine)), len(self._lanes))
         names = list(self._lanes)
         lanes = tuple([names[number] for number in used])
-        bucket_options = _offsets(_ints(map(len, shapes)))
+        bucket_options = _offsets(_ints(map(len, graphs)))
         return Problem(
             nodes=len(ready), lanes=lanes, steps=STEPS_IF_STALE if stale.any() else 1, priority=priority,
             ready=np.ascontiguousarray(ready, np.float64).ravel(),
@@ -211,12 +215,12 @@ class Network:
             need=need, task_next=_offsets(followed), next=following, task_gates=_offsets(gated), gate=gate,
             most_tasks=int(np.maximum.reduceat(tasks, bucket_options[:-1]).sum()) if loads else 0)
 
-    def _join_shapes(self, shapes: tuple[Shape, ...]) -> tuple[Ints, ...]:
-        """The number of tasks of each `Shape` (tasks without durations), and the joined arrays of all shapes."""
-        if shapes not in self._joined:
-            columns = zip(*[shape.arrays for shape in shapes], strict=True)
-            self._joined[shapes] = _ints([len(shape.after) for shape in shapes]), *map(_concat, columns)
-        return self._joined[shapes]
+    def _join_graphs(self, graphs: tuple[TaskGraph, ...]) -> tuple[Ints, ...]:
+        """The number of tasks of each `TaskGraph` (tasks without durations), and the joined arrays of all graphs."""
+        if graphs not in self._joined:
+            columns = zip(*[graph.arrays for graph in graphs], strict=True)
+            self._joined[graphs] = _ints([len(graph.after) for graph in graphs]), *map(_concat, columns)
+        return self._joined[graphs]
 
     def _queue(self, op: str, lanes: tuple[str, ...]) -> int:
         if not lanes[0].startswith(_SHARED):
@@ -236,14 +240,14 @@ class Network:
 
 def join_templates(templates: Sequence[Template]) -> Template:
     return Template(tuple(chain.from_iterable([each.tasks for each in templates])),
-                    tuple(chain.from_iterable([each.shapes for each in templates])),
+                    tuple(chain.from_iterable([each.graphs for each in templates])),
                     _concat([each.seconds for each in templates]), _concat([each.latency for each in templates]))
 
 
 def add_final_delays(network: Network, loads: Sequence[Load], seconds: Sequence[float]) -> list[Load]:
     """Adds a final delay of `seconds[b]` to all options of bucket b, during which no link, CPU or GPU is used."""
-    return [load._replace(shapes=tuple([network.with_final_task(shape) for shape in load.shapes]),
-                          latency=np.insert(load.latency, np.cumsum([len(shape.after) for shape in load.shapes]), latency_s))
+    return [load._replace(graphs=tuple([network.with_final_task(graph) for graph in load.graphs]),
+                          latency=np.insert(load.latency, np.cumsum([len(graph.after) for graph in load.graphs]), latency_s))
             for load, latency_s in zip(loads, seconds, strict=True)]
 
 

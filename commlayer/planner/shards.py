@@ -39,7 +39,7 @@ class Shards(NamedTuple):
         return min(local * rows, shape[0]) * row, min((local + 1) * rows, shape[0]) * row
 
     def partly_empty(self, job: Job) -> list[int]:
-        """Returns the sharded tensors of which the last rank of a site has no elements."""
+        """Returns the sharded tensors that leave no elements for the last rank of a site."""
         def numel(tensor: int) -> int:
             start, end = self.elements(job.tensors[tensor].shape, self.ranks - 1)
             return end - start

@@ -144,7 +144,7 @@ def _alternatives(rule: str, devices: Sequence[Device]) -> Iterator[Path]:
 
 
 def _tails(word: str, devices: Sequence[Device]) -> list[Path]:
-    """What a word of the grammar stands for."""
+    """Returns the paths that a word of the grammar can expand to."""
     name, _, arguments = word.rstrip(")").partition("(")
     if name in CODING:
         return [(Op(name, device),) for device in devices]

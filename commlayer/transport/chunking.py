@@ -30,7 +30,7 @@ the smallest size of their parts, so that the sender's list of parts stays small
 
 
 class HeldBody(Record, frozen=True, array_like=True):
-    """In a greeting: an unfinished body of the former connection, of which this end still has the parts before `part`."""
+    """An unfinished body of the former connection, as a greeting announces it. This end still has the parts before `part`."""
 
     key: Key
     part: Annotated[int, Meta(ge=1, le=MAX_PARTS)]
@@ -62,7 +62,7 @@ class _Body:
         return HeldBody(key(self.header), self.next, self.part_nbytes, prefix_crc(self.header, self.room[: self.filled]))
 
 
-Unfinished = dict[Key, _Body]
+UnfinishedBodies = dict[Key, _Body]
 
 
 class Assembly:
@@ -70,7 +70,7 @@ class Assembly:
     is called with each frame whose checksum was verified."""
 
     def __init__(self, take: Callable[[int], memoryview], max_nbytes: Callable[[Header], int], kept: Callable[[], int],
-                 most: Callable[[], float] = lambda: math.inf, former: Unfinished | None = None) -> None:
+                 most: Callable[[], float] = lambda: math.inf, former: UnfinishedBodies | None = None) -> None:
         """`take` allocates memory. `max_nbytes` returns the limit of the body of a message with this header; `kept` and `most`
         return the limits of the bytes and of the number of all unfinished bodies together. `former`: the unfinished bodies of
         the peer's former connection, which the peer may continue."""
@@ -84,7 +84,7 @@ class Assembly:
         """True: no body is partly received."""
         return not self._stack
 
-    def unfinished(self) -> Unfinished:
+    def unfinished(self) -> UnfinishedBodies:
         """Returns the bodies that the peer may continue on its next connection. Called after the last frame."""
         bodies = [body for body in (*self._stack, *self._former.values()) if body.next and
                   body.part_nbytes >= MIN_HELD_PART_NBYTES and body.header.kind in MAY_LACK_ZEROS]

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from commlayer.errors import CommError, CorruptFrame, Damaged, PeerEnded, PeerLost
 from commlayer.transport import framing
-from commlayer.transport.chunking import Assembly, HeldBody, Unfinished, prefix_crc, split_parts
+from commlayer.transport.chunking import Assembly, HeldBody, UnfinishedBodies, prefix_crc, split_parts
 from commlayer.transport.crc import crc32c
 from commlayer.transport.flow.pacing import Pacer
 from commlayer.transport.flow.send_control import SendControl
@@ -31,11 +31,11 @@ from commlayer.transport.protocol import (
     Message,
     clear_traceback,
     closed_by_peer,
+    complete_send,
     key,
     peer_certificate,
     peer_name,
     reports_peer_close,
-    sent,
 )
 from commlayer.transport.zero_chunks import drop_zeros
 
@@ -173,7 +173,7 @@ class _Outgoing:
         """Bytes of the current part that are not sent yet; empty before its first system call."""
 
     def resume(self, sent_nbytes: int) -> None:
-        """Continues a frame after a system call that has sent so many bytes of it, perhaps none."""
+        """Continues a frame of which a system call has already sent `sent_nbytes`, possibly 0."""
         self._left = [*self.content.frame()]
         self._advance(sent_nbytes)
 
@@ -253,7 +253,7 @@ class Connection:
     def __init__(
         self, sock: ByteChannel, peer: int, arrived: Callable[[Message], None], reader: Reader,
         ended: Callable[[Connection], None], pacer: Pacer, session: bytes, *, resumes: bool,
-        limits: Callable[[], SizeLimits], former: Unfinished, held: tuple[HeldBody, ...],
+        limits: Callable[[], SizeLimits], former: UnfinishedBodies, held: tuple[HeldBody, ...],
     ) -> None:
         """`arrived`: takes each message; may raise CorruptFrame. `session`: random bytes from the dialer's hello that identify
         its process; b"" at the dialer's end. `resumes`: True: the peer may reconnect after a lost
@@ -350,7 +350,7 @@ class Connection:
         if error is not None:
             self._end_broken(error)
         if done:
-            sent(operation, content.header)
+            complete_send(operation, content.header)
         elif self.error is not None:
             operation.fail(self.error)
         if error is not None:
@@ -389,7 +389,7 @@ class Connection:
                 elif ended is None:
                     heapq.heappush(self._queue, item)
             if frame.all_sent:
-                sent(frame.operation, frame.header)
+                complete_send(frame.operation, frame.header)
             elif ended is not None:
                 frame.operation.fail(ended)
         self._leave()
@@ -488,8 +488,8 @@ class Connection:
         return self.error or lost
 
     def _end_lost(self, lost: PeerLost, by_peer: bool) -> None:
-        """Ends a connection that was lost. The kernel tells the cause to one of both threads only, whichever asks first. The
-        other one sees the end of the stream or a broken pipe, so it waits for the one that knows."""
+        """Ends a connection that was lost. The kernel reports the cause only to the first of both threads that asks. The other
+        thread sees the end of the stream or a broken pipe, so it waits until the first one has recorded the cause."""
         if not (by_peer or self._sent_bye):
             with self._work:
                 self._work.wait_for(lambda: self.error is not None, CAUSE_S)
@@ -536,7 +536,7 @@ class Connection:
     def alive(self) -> bool:
         return any(thread.is_alive() for thread in self._threads)
 
-    def unfinished(self, deadline: float) -> Unfinished:
+    def unfinished(self, deadline: float) -> UnfinishedBodies:
         """Returns what this connection, which has ended, leaves to the peer's next one: nothing if bytes can still arrive after
         `deadline`."""
         receiver = self._threads[1]

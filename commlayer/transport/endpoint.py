@@ -20,7 +20,7 @@ from commlayer.errors import CommError, DeadlineExceeded, InvalidInput, PeerLost
 from commlayer.transport import framing
 from commlayer.transport import handshake as greeting
 from commlayer.transport.buffer_pool import BufferPool
-from commlayer.transport.chunking import HeldBody, Unfinished
+from commlayer.transport.chunking import HeldBody, UnfinishedBodies
 from commlayer.transport.connection import (
     Connection,
     Content,
@@ -46,9 +46,9 @@ from commlayer.transport.protocol import (
     channel_binding,
     clear_traceback,
     key,
+    make_send_handle,
     peer_certificate,
     peer_name,
-    sending,
 )
 
 Address = tuple[str, int]
@@ -290,7 +290,7 @@ class StreamTransport:
                                               f"{who} is already connected: give each process its own rank, or end the old "
                                                   "process"))
             self._taken.add(hello.rank)
-            self._failed.pop(hello.rank, None)  # before the welcome: after it the dialer counts as connected
+            self._failed.pop(hello.rank, None)  # done before the welcome, after which the dialer counts as connected
         return ""
 
     def _wrap_tls(self, sock: socket.socket, deadline: float, who: str) -> socket.socket:
@@ -333,7 +333,7 @@ class StreamTransport:
         """Returns the keys for greeting.dial_handshake and accept_handshake. In TlsSocket both ends check certificates."""
         return None if isinstance(sock, tls.TlsSocket) else self._settings.keys
 
-    def _unfinished(self, peer: int, session: bytes) -> Unfinished:
+    def _unfinished(self, peer: int, session: bytes) -> UnfinishedBodies:
         """Returns what the broken connection of this session has left unfinished."""
         with self._lock:
             former = self._former.get(peer)
@@ -345,7 +345,7 @@ class StreamTransport:
         held = None if connection is None else connection.at_peer.get(key(header))
         return 0 if held is None else held.part * held.part_nbytes
 
-    def _connect(self, sock: ByteChannel, peer: int, reader: Reader, session: bytes, former: Unfinished,
+    def _connect(self, sock: ByteChannel, peer: int, reader: Reader, session: bytes, former: UnfinishedBodies,
                  held: tuple[HeldBody, ...], certified: PeerCertificate | None = None) -> None:
         sock.settimeout(None)
         reader.max_nbytes = self._settings.max_nbytes
@@ -395,13 +395,13 @@ class StreamTransport:
         self._pacer.follow(bps)
 
     def send(self, peer: int, header: Header, body: memoryview | bytes = b"") -> Handle:
-        operation = sending(peer, header)
+        operation = make_send_handle(peer, header)
         self._send(operation, (peer,), header, body)
         return operation
 
     def send_all(self, peers: Sequence[int], header: Header, body: memoryview | bytes = b"") -> None:
         """Sends one message to several peers, of which some may have ended. Its frame is made once."""
-        self._send(sending(peers[0], header), peers, header, body)
+        self._send(make_send_handle(peers[0], header), peers, header, body)
 
     def _send(self, operation: Handle, peers: Sequence[int], header: Header, body: memoryview | bytes) -> None:
         """`operation` ends when the first peer has been sent the message."""
@@ -438,11 +438,11 @@ class StreamTransport:
         for listener in listeners:
             shut_down(listener)
             close_channel(listener)
-        reason = self._failed.setdefault(None, closed())
+        reason = self._failed.setdefault(None, closed_error())
         deadline = time.monotonic() + (self._settings.flush_s if flush_s is None else flush_s)
         bye = Header(Kind.BYE, sender=self.rank)
         for connection in connections:
-            connection.send(sending(connection.peer, bye), Content(bye, b""), last=True)
+            connection.send(make_send_handle(connection.peer, bye), Content(bye, b""), last=True)
         for connection in connections:
             if not connection.join(deadline):
                 connection.end(reason)
@@ -452,12 +452,12 @@ class StreamTransport:
             connection.join(time.monotonic() + 1.0)
 
 
-def closed() -> CommError:
+def closed_error() -> CommError:
     """Returns the error of operations that are in progress when their end of the transport is closed."""
     return CommError("this end of the transport was closed", code="E-SESSION-CLOSED")
 
 
-def _held_bodies(former: Unfinished) -> tuple[HeldBody, ...]:
+def _held_bodies(former: UnfinishedBodies) -> tuple[HeldBody, ...]:
     return tuple(body.held() for body in former.values())
 
 

@@ -272,9 +272,9 @@ class RefusalLog:
         self._counts = MinuteCounts(MAX_EVENTS)
 
     def refused(self, where: str, why: str) -> None:
-        """Logs a refused connection. The log line says "probed" if the connection was closed without sending anything, as
-        `commlayer doctor` and port monitors do, "lost" if it was lost during its handshake, and "dropped" if its source has
-        used its share of a limit."""
+        """Logs a refused connection. The log line says "probed" if the peer closed the connection without sending anything, as
+        `commlayer doctor` and port monitors do. It says "lost" for a connection that was lost during its handshake, and
+        "dropped" if the source has used its share of a limit."""
         event: str = getattr(why, "event", "refused")
         self._log(event, "connection from %s %s: %s", where, event, why)
 

@@ -71,8 +71,8 @@ def interface_towards(hosts: Iterable[str]) -> str:
 
 
 def gateway() -> str:
-    """Returns an identity of the network that this machine is in: the default route's gateway, with its hardware address,
-    because many networks use the same addresses; "" if there is none."""
+    """Returns an identity of the network that this machine is in; "" if there is none. It is the address of the default route's
+    gateway, with its hardware address, because many networks use the same addresses."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         routes = [line.split() for line in Path("/proc/net/route").read_text().splitlines()[1:]]
         name = next((route[2] for route in routes if route[1] == "00000000"), "")

@@ -205,12 +205,12 @@ def _call(callback: Callable[[Handle], None], handle: Handle) -> None:
                       "the connection to %s continues", peer_name(handle.peer))
 
 
-def sending(peer: int, header: Header) -> Handle:
+def make_send_handle(peer: int, header: Header) -> Handle:
     """Creates the handle of a send."""
     return Handle(_SENDS[header.kind], peer, header.step, header.bucket)
 
 
-def sent(operation: Handle, header: Header) -> None:
+def complete_send(operation: Handle, header: Header) -> None:
     """Completes the handle of a send."""
     operation.complete(Message(operation.peer, header, _NO_BODY))
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from commlayer.callbacks import ignore
 from commlayer.errors import CommError, Damaged, NotYet, PeerLost, Refused, without_code
 from commlayer.transport.backoff import Backoff
-from commlayer.transport.endpoint import StreamTransport, closed
+from commlayer.transport.endpoint import StreamTransport, closed_error
 from commlayer.transport.inflight import ANSWERS, InFlightRequests
 from commlayer.transport.protocol import Handle, Header, Kind, Message, log, peer_name
 
@@ -263,5 +263,5 @@ class ReconnectingTransport:
     def close(self, flush_s: float | None = None) -> None:
         """Sends what is queued, within `flush_s`, and closes the connections. Idempotent."""
         self.stop_reconnecting()
-        self._fail(closed())
+        self._fail(closed_error())
         self._carrier.close(flush_s)

@@ -32,7 +32,7 @@ from commlayer.cluster.processes.collectives import Groups
 from commlayer.cluster.processes.process_groups import Members
 from commlayer.cluster.processes.relayed_group import RelayedGroup
 from commlayer.engine.checkpoints import checkpoint, checkpoint_files
-from commlayer.engine.epochs.replica import HEAD, TENSOR, GivenState, Replica, most_state_nbytes, received, share_optimizer
+from commlayer.engine.epochs.replica import HEAD, TENSOR, GivenState, Replica, decode_state, most_state_nbytes, share_optimizer
 from commlayer.engine.epochs.state_relay import NewestEpoch, StateRelay
 from commlayer.engine.guards.parameter_drift import DriftRow, ParameterDrift
 from commlayer.engine.job.plan_agreement import from_rank_0
@@ -199,7 +199,7 @@ def test_checkpoint_number_that_cannot_be_found_again_is_refused(highest: list[i
 def test_number_of_process_groups_of_a_rank_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     members = Members.__new__(Members)
     members.ranks = (0, 1)
-    monkeypatch.setattr(Members, "tell", lambda _, data, *__: [data, (10**12).to_bytes(8, "little")])
+    monkeypatch.setattr(Members, "exchange_bytes", lambda _, data, *__: [data, (10**12).to_bytes(8, "little")])
     assert_refused(outcome(lambda: members._numbered(1.0, "making a group").__enter__()), "E-SIZE", "rank 1", f"{10**12}")
 
 
@@ -254,7 +254,7 @@ def test_state_for_a_joining_worker_needs_no_more_memory_than_its_bytes(data: by
     net = model()
     replica, before = Replica(net, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)), memory_nbytes("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")
-    line = outcome(lambda: replica.install(*received(data, b""), lambda _: None))
+    line = outcome(lambda: replica.install(*decode_state(data, b""), lambda _: None))
     assert_refused(line, "E-JOIN-STATE" if len(data) > 1000 else "E-FRAME")
     assert memory_nbytes("VmHWM") - before < ALLOWED_GROWTH_NBYTES
 
@@ -265,7 +265,7 @@ def test_state_above_the_size_limit_is_an_error_of_the_sender() -> None:
     replica = Replica(net)
     data, rest = replica.encoded({"buffer.x": torch.zeros(replica.most_nbytes // 4 + 1)}, apart=False)
     assert len(data) + len(rest) < 1000
-    line = outcome(lambda: replica.install(*received(data, rest), lambda _: None))
+    line = outcome(lambda: replica.install(*decode_state(data, rest), lambda _: None))
     assert_refused(line, "E-JOIN-STATE", f"at most {replica.most_nbytes}")
 
 

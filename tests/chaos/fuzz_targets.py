@@ -309,7 +309,7 @@ def parts_of_plans() -> Target:
     def read(data: bytes, _: random.Random) -> None:
         part = messages.unpack(data, messages.PlanPart, "worker 0")
         if part.nbytes <= CAP_NBYTES or part.nbytes > messages.MAX_PLAN_NBYTES:
-            known.take(part)
+            known.add_part(part)
             known.whole(part.plan_digest)
 
     return Target("parts of plans", examples, read)

@@ -21,10 +21,10 @@ from commlayer.autotune.measure.probes import (
     OPENING,
     SeenTraffic,
     communication_bound,
+    find_limiting_rates,
     known_links,
     plan_probe_turns,
     probe_own_link,
-    sustained,
 )
 from commlayer.observe.interface_counters import Direction, Throughput
 from commlayer.observe.link_monitor import PAYLOAD
@@ -51,7 +51,7 @@ TOLD = (PAYLOAD * 1e5, PAYLOAD * 9e4)
 def test_traffic_during_most_of_a_step_gives_the_link_rate(
     seen: SeenTraffic | None, steps_s: float, round_trip_s: float, wanted: tuple[float, float],
 ) -> None:
-    assert sustained(seen, steps_s, round_trip_s) == pytest.approx(wanted)
+    assert find_limiting_rates(seen, steps_s, round_trip_s) == pytest.approx(wanted)
 
 
 @pytest.mark.parametrize(("backward_s", "wanted"), [(0.3, True), (1.0, True), (1.01, False), (1.9, False)])

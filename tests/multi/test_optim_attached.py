@@ -11,7 +11,7 @@ from support.rank_pool import pool
 from torch import nn
 
 from commlayer.engine.buckets.results import SparseResult
-from commlayer.engine.worker.sparse_averages import joined
+from commlayer.engine.worker.sparse_averages import join_parts
 from commlayer.optim import SparseAdamW, SparseSGD
 
 WORLD, STEPS = 2, 6
@@ -123,9 +123,9 @@ def test_averages_with_many_entries_stay_dense() -> None:
 def test_few_finite_entries_are_merged() -> None:
     idx, shape = torch.arange(3, dtype=torch.int32), torch.Size((6, 8))
     many = [(idx, torch.ones(3)), (idx + 10, torch.ones(4)[:3]), (idx + 40, torch.full((3,), float("inf")))]
-    assert joined(many, shape) is None
-    assert joined(many[2:], shape) is None
-    result = joined([many[0], (idx + 10, torch.tensor([1.0, 2.0**-130, 2.0]))], shape)
+    assert join_parts(many, shape) is None
+    assert join_parts(many[2:], shape) is None
+    result = join_parts([many[0], (idx + 10, torch.tensor([1.0, 2.0**-130, 2.0]))], shape)
     assert result is not None
     assert result._nnz() == 5
     assert result.to_dense().flatten()[[0, 10, 11, 12]].tolist() == [1.0, 1.0, 0.0, 2.0]

@@ -18,7 +18,7 @@ from support.rank_pool import Servers, pool, quick
 
 import commlayer
 from commlayer import plan_file, records
-from commlayer.engine.job.plan_checks import unsuited
+from commlayer.engine.job.plan_checks import node_problems
 from commlayer.engine.observers import stale_plan
 from commlayer.engine.start.plan_choice import with_server_nodes
 from commlayer.engine.sync.sync_modes import LocalSteps, requested_modes, used_sync_modes, with_modes
@@ -161,7 +161,7 @@ def of_one_bucket(**fields: Any) -> Plan:
     ({"path": SERVED}, "must be written as 'service'"),
 ])
 def test_plans_that_cannot_run_are_refused(fields: dict[str, Any], lines: str) -> None:
-    (line,) = unsuited(of_one_bucket(**fields), 2, 2)
+    (line,) = node_problems(of_one_bucket(**fields), 2, 2)
     assert line.startswith("bucket 0: ")
     assert lines in line
     assert "\n" not in line
@@ -173,17 +173,17 @@ def test_plans_that_cannot_run_are_refused(fields: dict[str, Any], lines: str) -
     {"codec": "topk(ratio=0.5)", "by_node": ("topk(ratio=0.5)", "topk(ratio=0.1)"), "down": "int8()"},
 ])
 def test_plans_that_can_run_are_accepted(fields: dict[str, Any]) -> None:
-    assert unsuited(of_one_bucket(**fields), 2, 2) == verify(of_one_bucket(**fields), ONE_TENSOR) == []
+    assert node_problems(of_one_bucket(**fields), 2, 2) == verify(of_one_bucket(**fields), ONE_TENSOR) == []
 
 
 def test_layouts_and_devices() -> None:
     staged = of_one_bucket(path=GATHERED, codec="int8()")
-    assert unsuited(staged, 4, 1) == [
+    assert node_problems(staged, 4, 1) == [
         "the plan was made for 2 ranks per node, but this job has 1: make it again, or set ranks_per_node"]
-    assert unsuited(of_one_bucket(path="allreduce"), 4, 1) == []
-    assert unsuited(staged, 2, 2, cuda=True) == []
-    assert "only in host memory" in unsuited(of_one_bucket(path=REDUCED, codec="randomk()"), 2, 2, cuda=True)[0]
-    assert unsuited(of_one_bucket(), 2, 2, cuda=True) == []
+    assert node_problems(of_one_bucket(path="allreduce"), 4, 1) == []
+    assert node_problems(staged, 2, 2, cuda=True) == []
+    assert "only in host memory" in node_problems(of_one_bucket(path=REDUCED, codec="randomk()"), 2, 2, cuda=True)[0]
+    assert node_problems(of_one_bucket(), 2, 2, cuda=True) == []
 
 
 LONGEST_S, SHORTEST_S = 1e6, 1e-9

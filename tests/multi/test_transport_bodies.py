@@ -29,7 +29,7 @@ from commlayer.transport.chunking import (
     OVERHEAD_NBYTES,
     Assembly,
     HeldBody,
-    Unfinished,
+    UnfinishedBodies,
     prefix_crc,
     split_parts,
 )
@@ -66,7 +66,7 @@ def in_parts(header: Header, body: bytes, size: int) -> list[bytes]:
 class Receiver:
     """A Reader and an Assembly, as a connection has them."""
 
-    def __init__(self, max_nbytes: int = 1000, kept: int = 10_000, former: Unfinished | None = None) -> None:
+    def __init__(self, max_nbytes: int = 1000, kept: int = 10_000, former: UnfinishedBodies | None = None) -> None:
         self.reader, self.taken = Reader(max_nbytes), list[int]()
         self.assembly = Assembly(self._take, lambda _: max_nbytes, lambda: kept, former=former)
         self.reader.place = self.assembly.place
@@ -171,7 +171,7 @@ def test_bodies_continue_after_any_cuts(seed: int, sizes: list[int], cuts: int, 
     bodies = [mostly_zero(size) if chance.random() < 0.3 else chance.randbytes(size) for size in sizes]
     messages = {Header(Kind.PUSH, 1, chance.randrange(2), bucket, order=bucket % 4, weight=0.25): body
                 for bucket, body in enumerate(bodies)}
-    left, former, most = messages.copy(), Unfinished(), sum(len(body) + MIN_HELD_PART_NBYTES for body in bodies)
+    left, former, most = messages.copy(), UnfinishedBodies(), sum(len(body) + MIN_HELD_PART_NBYTES for body in bodies)
     for number in range(cuts + 1):
         end = Receiver(max(sizes), most, former)
         held = {k: body.held() for k, body in former.items()}

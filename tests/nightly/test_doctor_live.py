@@ -318,7 +318,7 @@ def test_another_plan_and_another_version_are_reported_on_both(tmp_path: Path) -
     processes = []
     for number, (program, codec) in enumerate((("", "fp16()"), (odd, "bf16()"))):
         plan = Plan("job", (Bucket(0, (Slice(0, 0, 8),), "service", codec, 0),), 1)
-        (tmp_path / f"plan{number}.json").write_text(plan_file.written(plan))
+        (tmp_path / f"plan{number}.json").write_text(plan_file.format_plan(plan))
         program += "\nimport sys; from commlayer.cli.main import run; sys.argv = ['commlayer', *sys.argv[1:]]; run()"
         env = {"COMMLAYER_CONFIG": "", "RANK": str(number), "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
         processes.append(subprocess.Popen(

@@ -23,7 +23,7 @@ from commlayer.balance.loss_model import LossModel, LossPoint
 from commlayer.compressors import parse
 from commlayer.engine.guards import gradient_comparison
 from commlayer.engine.job import codec_floor
-from commlayer.engine.job.plan_checks import unsuited
+from commlayer.engine.job.plan_checks import node_problems
 from commlayer.planner.data.tables import DEFAULT_CODECS, profile_from_tables
 from commlayer.planner.inputs import cluster_from_line
 from commlayer.planner.model import Policy
@@ -237,7 +237,7 @@ def bucket(codec: str, path: str = "service", **fields: Any) -> Bucket:
 def test_bucket_below_the_floor_gets_the_next_finer_codec(before: Bucket, floor: float, codec: str) -> None:
     plan = codec_floor.raise_precision(Plan(JOB.digest(), (before,), 1), floor, nodes=2)
     assert parse(plan.buckets[0].codec) == parse(codec)
-    assert not unsuited(plan, 2, 1)
+    assert not node_problems(plan, 2, 1)
     assert codec_floor.raise_precision(plan, floor, nodes=2) == plan
     assert codec_floor.lowest(plan) >= min(floor, 1.0) * codec_floor.EQUAL
 
@@ -252,7 +252,7 @@ def test_both_directions_and_all_nodes_are_refined() -> None:
     assert (coarse_down.codec, coarse_down.down) == ("fp16()", "")
     dense = bucket("identity()", "allreduce")
     assert lifted(dense, 1.0) == dense
-    assert not codec_floor.lossy(dense)
+    assert not codec_floor.is_lossy(dense)
 
 
 def test_planner_stays_above_the_floor_and_within_the_budget(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ def lossiest(model: LossModel, max_loss: float) -> float:
     """The mean measured penalty of the plan that keeps to `max_loss`, by elements; each direction has half of its codec's."""
     job = builtin("lstm", None)
     request = Policy(max_loss=max_loss, objective="step")
-    profile, policy = loss_budget.priced(loss_budget.tables(SLOW, model, max_loss), request, model)
+    profile, policy = loss_budget.with_loss_penalties(loss_budget.tables(SLOW, model, max_loss), request, model)
     result = plan(job, SLOW, profile, policy)
     both = [sum(loss_budget.penalty(model, codec) for codec in (b.codec, b.down or b.codec)) / 2 for b in result.buckets]
     return sum(b.numel * penalty for b, penalty in zip(result.buckets, both, strict=True)) / job.numel
@@ -44,13 +44,13 @@ def test_plan_meets_the_budget_in_measured_units(max_loss: float) -> None:
 
 
 def test_unmeasured_codecs_are_excluded() -> None:
-    profile, policy = loss_budget.priced(profile_from_tables(SLOW), Policy(), MODEL)
+    profile, policy = loss_budget.with_loss_penalties(profile_from_tables(SLOW), Policy(), MODEL)
     assert set(policy.codecs) == {"identity()", "int8()", "int4()", "topk(ratio=0.1)", "topk(ratio=0.01)"}
     assert {c.codec: c.task_loss for c in profile.codecs if c.codec in policy.codecs} == {
         "identity()": 0.0, "int8()": 0.001, "int4()": 0.002, "topk(ratio=0.1)": 0.004, "topk(ratio=0.01)": 0.03}
     assert len(profile.codecs) == len(profile_from_tables(SLOW).codecs), "active plans are priced, too"
     with pytest.raises(ValueError, match=r"fp16\(\) .*int4 1:1, int8 1:1, mine 1:1, topk 0\.01:0\.1 .*E-LOSS-MODEL"):
-        loss_budget.priced(profile_from_tables(SLOW), Policy(codecs=("fp16()",)), MODEL)
+        loss_budget.with_loss_penalties(profile_from_tables(SLOW), Policy(codecs=("fp16()",)), MODEL)
 
 
 def test_smallest_ratio_within_the_budget_is_priced() -> None:

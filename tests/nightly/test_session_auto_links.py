@@ -27,7 +27,7 @@ from commlayer.autotune.measure.calibration import CollectiveCosts
 from commlayer.cluster.calls.home_traffic import HomeTraffic
 from commlayer.codec_spec import parse_spec
 from commlayer.engine.job import run_events
-from commlayer.last_run import remembered
+from commlayer.last_run import list_remembered
 from commlayer.observe.caps import Caps, Hours
 from commlayer.planner.model import LinearCost
 from commlayer.transport.flow.traffic import TRAFFIC
@@ -64,7 +64,7 @@ def train(run: Run, slow: bool, sync: str | None, cache: str, share: float = 1.0
             sent.append(session.metrics()["sent_nbytes"])
             same = same + 1 if plans and session.inspect.plan == plans[-1] else 0
             plans.append(session.inspect.plan)
-            judged.fill_((not cache or bool(remembered(Path(cache)))) and any(
+            judged.fill_((not cache or bool(list_remembered(Path(cache)))) and any(
                 "under plan" in one or "kept the current plan" in one for one in session.inspect.decisions()))
             dist.broadcast(judged, 0)
         steps = [after - before for before, after in itertools.pairwise(sent)]

@@ -359,7 +359,7 @@ def sampler_of_rank_0(run: Run) -> None:
 @pytest.mark.parametrize(("attempt", "code", "text"), [
     (partial(script, memory=(0, 0, 0)), "E-SHARES-ARGUMENT", "worker 0: .*memory holds 0 "),
     (partial(script, memory=(99, 0, 99)), "E-SHARES-ARGUMENT", "worker 1: .*memory holds 0 "),
-    (sampler_of_rank_0, "E-SAMPLER-RANKS", "rank 1 is for rank 0"),
+    (sampler_of_rank_0, "E-SAMPLER-RANKS", "rank 1 was made for rank 0"),
     (partial(profile, how="raises"), "E-OTHER-RANK", "worker 1: "),
 ], ids=["no room", "no room on rank 1", "sampler", "exception"])
 def test_all_ranks_name_the_rank_that_fails(attempt: Any, code: str, text: str) -> None:

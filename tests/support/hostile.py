@@ -197,7 +197,7 @@ class Member:
         out = memoryview(bytearray(codec.bound(spec)))
         nbytes = codec.start(torch.zeros(spec.shape), codec.init(spec), out)
         return Header(Kind.PUSH, 1, step, bucket, codec=codec.id, sender=self.rank, weight=1.0, used=1,
-                      total=float(self.request.world) if codec.keeps else 0.0), bytes(out[:nbytes])
+                      total=float(self.request.world) if codec.needs_undo else 0.0), bytes(out[:nbytes])
 
     def close(self) -> None:
         self.link.close()

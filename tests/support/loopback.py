@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from commlayer.errors import CommError, CorruptFrame, InvalidInput, PeerEnded, PeerLost
 from commlayer.transport import framing
-from commlayer.transport.protocol import Handle, Header, Message, peer_name, sending, sent
+from commlayer.transport.protocol import Handle, Header, Message, complete_send, make_send_handle, peer_name
 from support.mailbox import Mailbox, Receives
 
 _LAST = 1 << 32
@@ -44,7 +44,7 @@ class _Wire:
                     self._target.arrived(Message(self._source, header, body))
             except CorruptFrame as error:
                 self._target.end(error, self._source)
-            sent(operation, header)
+            complete_send(operation, header)
 
     def _next(self) -> tuple[int, int, int, Handle | None, Header, memoryview] | None:
         with self._lock:
@@ -113,7 +113,7 @@ class Loopback(Receives):
             raise InvalidInput("E-TRANSPORT-USE",
                                f"message to {peer_name(peer)}: its body has {len(data)} bytes, allowed {self._hub.max_nbytes}")
         framing.pack(header, len(data))  # raises the errors that a socket transport raises
-        operation = sending(peer, header)
+        operation = make_send_handle(peer, header)
         with self._lock:
             wire = self._wires.get(peer)
         error = self.mailbox.failure(peer)

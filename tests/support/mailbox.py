@@ -6,7 +6,7 @@ import threading
 from typing import Any
 
 from commlayer.errors import CommError
-from commlayer.transport.endpoint import StreamTransport, closed
+from commlayer.transport.endpoint import StreamTransport, closed_error
 from commlayer.transport.handshake import Hello
 from commlayer.transport.protocol import KIND_NAMES, Handle, Header, Key, Message, answer_key, key
 
@@ -122,5 +122,5 @@ class InboxTransport(Receives, StreamTransport):
         super().abort(reason, peer)
 
     def close(self, flush_s: float | None = None) -> None:
-        self.mailbox.abort(closed())
+        self.mailbox.abort(closed_error())
         super().close(flush_s)

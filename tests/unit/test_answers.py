@@ -27,7 +27,7 @@ from commlayer.engine.buckets.current_step import Counters
 from commlayer.engine.buckets.units import Units
 from commlayer.engine.job.run_events import RunEvents
 from commlayer.errors import InvalidInput
-from commlayer.last_run import folder, remembered
+from commlayer.last_run import folder, list_remembered
 from commlayer.observe import events, power
 from commlayer.observe.event_log import EventLog
 from commlayer.observe.events import (
@@ -234,7 +234,7 @@ def test_each_server_counts_in_its_own_file_of_the_cache(tmp_path: Path, monkeyp
     assert default is not None
     assert default.is_relative_to(tmp_path / "commlayer")
     Costs(default).save()
-    assert remembered(folder("auto")) == [], "it is no plan of a job, so it is not removed with them"
+    assert list_remembered(folder("auto")) == [], "it is no plan of a job, so it is not removed with them"
 
 
 def test_bytes_of_the_month_outlive_the_server_and_are_counted_once(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ from commlayer.autotune.planning.search import search as process_search
 from commlayer.balance import Communication
 from commlayer.cluster.processes.channels import node_ranks
 from commlayer.codec_spec import parse_spec
-from commlayer.engine.job.plan_checks import unsuited
+from commlayer.engine.job.plan_checks import node_problems
 from commlayer.engine.sync.sync_modes import LocalSteps, requested_modes, with_modes
 from commlayer.engine.worker.site import LocalSite
 from commlayer.errors import InvalidInput, InvalidState
@@ -72,7 +72,7 @@ def test_local_steps_replace_gradient_averaging_on_slow_links_and_log_the_reason
 ) -> None:
     result = search.best_plan(inputs(links, exact=exact), plan_of(0.0, "int4()"))
     plan, leaves = result.plan, result.leaves
-    assert search.exact(plan) is not away
+    assert search.averages_every_step(plan) is not away
     assert bool(leaves) is away
     if away:
         assert leaves.startswith("switching to 16 local steps")
@@ -104,7 +104,7 @@ def test_search_under_gradient_averaging_reports_the_gain_of_local_steps(suggest
     kept = search.best_plan(inputs(links, exact=True), current)
     result = search.best_plan(inputs(links, exact=True), current, suggests=suggests)
     assert result == kept._replace(hint=result.hint, auto_times=result.auto_times)
-    assert search.exact(result.plan)
+    assert search.averages_every_step(result.plan)
     assert bool(result.hint) is hinted
     if hinted:
         away = search.best_plan(inputs(links, exact=False), current).plan
@@ -254,7 +254,7 @@ def test_plan_for_a_gpu_model_runs_on_the_gpu(bps: float, cuda: bool) -> None:
     links = [Link(bps, bps, 0.001)] * 3
     cluster = measured_cluster(links, ROWS_REPLAN, INSIDE, [0, 1, 2], cuda=cuda)
     plan = planner.plan(JOB_REPLAN, cluster, costs(), Policy(devices=("cpu",)))
-    assert unsuited(planner.lower(plan), 3, 1, cuda=cuda) == []
+    assert node_problems(planner.lower(plan), 3, 1, cuda=cuda) == []
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -284,11 +284,11 @@ def test_sites_behind_nat_get_no_collectives_from_search_or_controller() -> None
     apart, together = (measured_cluster(links, ROWS_REPLAN, INSIDE, [3], reachable=reachable) for reachable in (False, True))
     plan = planner.lower(planner.plan(JOB_REPLAN, apart, costs(), Policy(devices=("cpu",))))
     assert {b.path for b in plan.buckets} == {"service"}
-    assert unsuited(plan, 3, 1, reachable=False) == []
+    assert node_problems(plan, 3, 1, reachable=False) == []
     other = planner.lower(planner.plan(JOB_REPLAN, together, costs(), Policy(devices=("cpu",))))
     assert "service" not in {b.path for b in other.buckets}
-    assert "has a collective between nodes that can reach only a server" in unsuited(other, 3, 1, reachable=False)[0]
-    assert unsuited(other, 3, 1) == []
+    assert "has a collective between nodes that can reach only a server" in node_problems(other, 3, 1, reachable=False)[0]
+    assert node_problems(other, 3, 1) == []
 
 
 CLUSTER = cluster_from_line("2xrtx3060@20/20Mb")

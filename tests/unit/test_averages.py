@@ -41,7 +41,7 @@ class Script:
         for number in self.sparse:
             self.parameters[number].grad = torch.zeros(4)
         self.use.end()
-        self.use.note_written(keeps=True)
+        self.use.note_written(can_roll_back=True)
 
     def step(self) -> None:
         self.first.step()

@@ -18,7 +18,7 @@ from support.autotuning import LINKS, Rank0, candidate, plan_of, texts
 from support.mailbox import InboxTransport
 
 from commlayer.autotune import plan_policy
-from commlayer.autotune.measure.measurements import uncapped
+from commlayer.autotune.measure.measurements import remove_caps
 from commlayer.cli import pauses
 from commlayer.cli.pauses import PauseRules, systemd_unit
 from commlayer.cluster.calls import home_traffic
@@ -301,8 +301,8 @@ def test_a_home_is_allowed_the_smaller_of_link_share_and_month(monkeypatch: pyte
 
 def test_rates_without_caps_are_known() -> None:
     links = (Link(1e6, 5e7, 0.01), Link(2e7, 5e7, 0.01))
-    assert uncapped(links, [1e7, 2e7]) == (Link(1e7, 5e7, 0.01), links[1])
-    assert uncapped(links, [1e6, 2e7]) == uncapped(links, [0.0, 0.0]) == ()
+    assert remove_caps(links, [1e7, 2e7]) == (Link(1e7, 5e7, 0.01), links[1])
+    assert remove_caps(links, [1e6, 2e7]) == remove_caps(links, [0.0, 0.0]) == ()
 
 
 def test_a_plan_under_a_cap_is_compared_with_what_the_active_plan_would_take() -> None:
@@ -324,7 +324,7 @@ def test_a_plan_under_a_cap_is_compared_with_what_the_active_plan_would_take() -
     ([0.0, 1e6], [0.0, 1.2e6], False), ([0.0, 1e6], [0.0, 1.3e6], True), ([0.0, 1e6], [0.0, 0.7e6], True),
     ([0.0], [1e6], True), ([0.0], [0.0], False)])
 def test_a_cap_that_changes_is_planned_again(planned: list[float], now: list[float], wanted: bool) -> None:
-    assert plan_policy.caps_moved(planned, now) == wanted
+    assert plan_policy.caps_changed(planned, now) == wanted
 
 
 @pytest.mark.parametrize("probe", [False, True])

@@ -193,7 +193,7 @@ def test_native_and_reference_produce_the_same_bytes(codec: Codec, spec: Spec) -
     assert runs[0] == runs[1]
 
 
-UNBIASED = [name for name, text in kit.NAMED.items() if not parse(text).biased and not kit.EVERY[name].keeps]
+UNBIASED = [name for name, text in kit.NAMED.items() if not parse(text).biased and not kit.EVERY[name].needs_undo]
 
 
 @pytest.mark.parametrize("text", [*map(kit.NAMED.get, UNBIASED), "randomk(ratio=0.2, unbiased=True)", "qsgd(norm='l2')"])

@@ -614,7 +614,7 @@ def progress_of(losses: Mapping[str, Mapping[int, float]], seconds: int = 20) ->
         for step, (second, loss) in enumerate(by_second.items(), 1):
             for home in range(3):
                 validation = loss if home == 0 else None
-                progress.take(WorkerReport(name, home, step=step, at_s=second, loss=validation, late=0.1 * home))
+                progress.add_report(WorkerReport(name, home, step=step, at_s=second, loss=validation, late=0.1 * home))
     return progress
 
 

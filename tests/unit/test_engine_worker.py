@@ -17,7 +17,7 @@ from support.workers import Rig, job, on_ranks, step
 from commlayer.cluster.processes.bounded_calls import PendingCollective
 from commlayer.compressors import make_codec
 from commlayer.engine.buckets.current_step import Arrivals
-from commlayer.engine.job.plan_checks import unsuited
+from commlayer.engine.job.plan_checks import node_problems
 from commlayer.engine.paths.lanes import Lane
 from commlayer.engine.worker.worker import Worker
 from commlayer.errors import CorruptFrame, DeadlineExceeded, PeerLost
@@ -356,7 +356,7 @@ def test_skipped_step_conserves_stale_results(codec: str, where: str) -> None:
 def test_buckets_that_cannot_be_stale_are_refused_in_one_line() -> None:
     result = plan("identity()", "some")
     buckets = tuple(msgspec.structs.replace(b, path="allreduce") for b in result.buckets)
-    problems = unsuited(msgspec.structs.replace(result, buckets=buckets), 2, 1)
+    problems = node_problems(msgspec.structs.replace(result, buckets=buckets), 2, 1)
     assert problems
     assert all("path 'allreduce' does not support results that are one step late" in line for line in problems)
 

@@ -26,7 +26,7 @@ from commlayer.compressors.global_budget import (
     with_budget,
 )
 from commlayer.engine.buckets.bucket import EncodedBucket
-from commlayer.engine.job.plan_checks import unsuited
+from commlayer.engine.job.plan_checks import node_problems
 from commlayer.engine.worker.plan_handover import hand_over
 from commlayer.planner import default_plan, verify
 from commlayer.records import Bucket, Plan, Slice, Spec
@@ -161,7 +161,7 @@ def test_plan_description_lists_only_active_settings() -> None:
     assert verify(replace(result, ratio_over="all", warmup=-1), kit.job(SHAPES)) == [
         "warmup is -1, allowed: at least 0", "ratio_over is 'all', allowed: 'bucket' or 'plan'"]
     assert not verify(replace(result, ratio_over="plan", warmup=100), kit.job(SHAPES))
-    assert not unsuited(replace(result, ratio_over="plan", warmup=100), 2, 1)
+    assert not node_problems(replace(result, ratio_over="plan", warmup=100), 2, 1)
 
 
 TAILS = st.builds(MagnitudeTail, st.integers(0, 5000), st.floats(1e-30, 1e30), st.floats(0.5, 40.0))

@@ -343,7 +343,7 @@ class Member:
     def push(self, bucket: Any, step: int, r: int, nbytes: int, undone: int) -> Message:
         codec = self.codecs[bucket.id]
         header = Header(Kind.PUSH, 1, step, bucket.id, round=r, codec=codec.id, sender=self.rank, weight=1.0, used=1,
-                        total=float(WORLD) if codec.keeps else 0.0, undone=undone)
+                        total=float(WORLD) if codec.needs_undo else 0.0, undone=undone)
         return Message(self.rank, header, memoryview(bytes(self.outs[bucket.id][:nbytes])))
 
 

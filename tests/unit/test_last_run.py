@@ -36,7 +36,7 @@ def test_another_job_finds_nothing(tmp_path: Path, job: dict[str, str], sites: l
 def test_a_file_of_another_version_is_as_none(tmp_path: Path, content: bytes) -> None:
     runs = LastRuns(tmp_path, JOB)
     runs.save(SITES, RUN)
-    (file,) = last_run.remembered(tmp_path)
+    (file,) = last_run.list_remembered(tmp_path)
     file.write_bytes(content)
     assert runs.load(SITES) is None
 
@@ -46,7 +46,7 @@ def test_a_folder_that_cannot_be_written_is_as_none(tmp_path: Path) -> None:
     runs = LastRuns(tmp_path / "file" / "runs", JOB)
     runs.save(SITES, RUN)
     assert runs.load(SITES) is None
-    assert last_run.remembered(tmp_path / "file" / "runs") == []
+    assert last_run.list_remembered(tmp_path / "file" / "runs") == []
 
 
 def test_nothing_is_remembered_without_a_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -62,10 +62,10 @@ def test_nothing_is_remembered_without_a_folder(monkeypatch: pytest.MonkeyPatch,
 def test_the_latest_runs_are_kept_and_can_be_forgotten(tmp_path: Path) -> None:
     for number in range(MOST + 3):
         LastRuns(tmp_path, {"model": str(number)}).save(SITES, RUN)
-        newest = max(last_run.remembered(tmp_path), key=lambda file: file.stat().st_ctime_ns)
+        newest = max(last_run.list_remembered(tmp_path), key=lambda file: file.stat().st_ctime_ns)
         os.utime(newest, (number, number))
-    assert len(last_run.remembered(tmp_path)) == MOST
+    assert len(last_run.list_remembered(tmp_path)) == MOST
     found = [LastRuns(tmp_path, {"model": str(number)}).load(SITES) is not None for number in (0, 1, 2, 3)]
     assert found == [False, False, False, True]
     last_run.forget(tmp_path)
-    assert last_run.remembered(tmp_path) == []
+    assert last_run.list_remembered(tmp_path) == []

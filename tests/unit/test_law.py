@@ -234,7 +234,7 @@ def residual_sums(r: kit.Rig) -> list[torch.Tensor]:
 @pytest.mark.parametrize("codec", CODECS)
 def test_applied_plus_residual_equals_input(codec: str) -> None:
     wrapped: Codec = wrap(parse(codec))
-    assert wrapped.keeps or codec == "identity()", "a lossy codec needs error feedback"
+    assert wrapped.needs_undo or codec == "identity()", "a lossy codec needs error feedback"
     with rig(codec) as r:
         check_law(r, codec)
 

@@ -19,7 +19,7 @@ NOW = 7.0
 def watching(*, leads: bool) -> TuningState:
     """The state after the first measurement and enough steps of 0.4 s for usual values."""
     state = TuningState(START, leads=leads, phase=Phase.WATCHING)
-    state, _ = link_policy.measured(state, Measured(LINKS, 0.4), 0.0, ["ann", "ben"])
+    state, _ = link_policy.record_measurement(state, Measured(LINKS, 0.4), 0.0, ["ann", "ben"])
     for _ in range(SETTLED):
         state = observed(state, seen(0.4, 0.04, 6e7, 0.1))
     return state

@@ -30,8 +30,8 @@ from commlayer.cluster.servers.summation import Summation
 from commlayer.cluster.servers.summation_server import SumServer
 from commlayer.errors import DeadlineExceeded
 from commlayer.observe.step_trace import RecordedStep
-from commlayer.transport.protocol import SERVER_BASE, Handle, Header, Kind, key, sending
-from commlayer.transport.protocol import sent as completed
+from commlayer.transport.protocol import SERVER_BASE, Handle, Header, Kind, key, make_send_handle
+from commlayer.transport.protocol import complete_send as completed
 
 
 def step(shift: float) -> RecordedStep:
@@ -154,7 +154,7 @@ def test_pending_probes_of_a_member_are_limited(sizes: list[int], sent: bool, dr
 
     def send(peer: int, header: Header, body: memoryview) -> Handle:
         assert (peer, header.kind, len(body)) == (0, Kind.PROBE_OK, sizes[len(answers)])
-        answers.append(sending(peer, header))
+        answers.append(make_send_handle(peer, header))
         if sent:
             completed(answers[-1], header)
         return answers[-1]

@@ -65,7 +65,7 @@ def test_gpt2_from_a_file_is_priced_like_the_built_in_one() -> None:
     assert find_noise(job) == pytest.approx(find_noise(own), rel=1e-3)
     assert 80 < find_noise(own) < 95
     mine, theirs = gain(job), gain(own)
-    assert mine.known
+    assert mine.noise_scale_known
     assert mine.plan == pytest.approx(theirs.plan, rel=0.1)
     assert find_noise(structs.replace(job,
                                       batch=16)) == pytest.approx(find_noise(own) / 2), "larger batches of the same samples"
@@ -103,7 +103,7 @@ def test_unknown_models_get_a_range(make: Callable[[], tuple[nn.Module, tuple[in
     assert noise_law(info, 10**8) is None
     base = builtin("gpt2")
     verdict = gain(structs.replace(base, timing=structs.replace(base.timed, model=info)))
-    assert not verdict.known
+    assert not verdict.noise_scale_known
     assert verdict.plan < verdict.high < 3
 
 
@@ -148,7 +148,7 @@ def test_micro_batches_fit_the_smallest_gpu_and_keep_the_step_time() -> None:
     ("2x4*rtx4090@1Gb", "shard it over the 4 GPUs"), ("2xrtx4090@1Gb", "LoRA"), ("2x2*rtx4090@1Gb", "LoRA")])
 def test_model_too_large_for_one_gpu_is_to_be_sharded_if_it_fits_then(homes: str, remedy: str) -> None:
     job = with_micro_batches(builtin("llama3.2-3b"), ["rtx4090"], "adam")
-    result = report.unfit(job, cluster_of_homes(homes, "1Gb"), "adam")
+    result = report.memory_problem(job, cluster_of_homes(homes, "1Gb"), "adam")
     assert result is not None
     assert remedy in result.remedy
     whole, shards = estimate_memory(job, "rtx4090", "adam"), estimate_memory(job, "rtx4090", "adam", 4)

@@ -24,7 +24,7 @@ from commlayer.optim import OuterSGD
 from commlayer.planner import default_plan
 from commlayer.planner.buckets import divide_into_fragments
 from commlayer.records import Job, TensorInfo
-from commlayer.transport.protocol import SERVER_BASE, Header, Kind, sending
+from commlayer.transport.protocol import SERVER_BASE, Header, Kind, make_send_handle
 
 SHAPES, EVERY, STEPS = [(30, 20), (500,), (40, 10), (700,)], 4, 13
 INF, NAN = math.inf, math.nan
@@ -285,7 +285,7 @@ class TurnedHub(Hub):
         return Turned(self, super().transport(rank))
 
     def queue(self, end: Any, peer: int, header: Header, body: bytes) -> Any:
-        operation = sending(peer, header)
+        operation = make_send_handle(peer, header)
         line = (end.rank, peer if end.rank >= SERVER_BASE else -1)  # of a worker one, of a server one to each worker
         self._seq += 1
         item = (header.step, header.order, self._seq, operation, end, peer, header, body)

@@ -14,11 +14,11 @@ from commlayer.codec_spec import parse_spec
 from commlayer.compressors import fp16, identity, int8, make_codec, parse, topk, two_way
 from commlayer.config import Config
 from commlayer.engine.job import plan_checks
-from commlayer.engine.job.plan_checks import unsuited
+from commlayer.engine.job.plan_checks import node_problems
 from commlayer.engine.start import plan_choice
 from commlayer.engine.sync.sync_modes import LocalSteps, requested_modes, with_modes
 from commlayer.errors import find_error_code
-from commlayer.plan_file import read_plan_basis, written
+from commlayer.plan_file import format_plan, read_plan_basis
 from commlayer.planner import verify
 from commlayer.planner.convergence import LearningRow
 from commlayer.planner.costs import Prices
@@ -106,7 +106,7 @@ def test_plan_may_name_a_codec_for_each_direction() -> None:
 def test_ratio_settings_override_those_of_a_plan(kind: str, tmp_path: Path) -> None:
     job, settings = describe_model((300, 20), (20,)), {"ratio_over": "plan", "warmup": 40}
     plain = asked_for("topk(0.05)", job)
-    (tmp_path / "plan.json").write_text(written(plain))
+    (tmp_path / "plan.json").write_text(format_plan(plain))
     plan: Any = {"codec": "topk(0.05)", "auto": "auto", "plan": plain, "file": tmp_path / "plan.json"}[kind]
     result = asked_for(plan, job, **settings)
     assert (result.ratio_over, result.warmup) == ("plan", 40)
@@ -118,7 +118,7 @@ def test_ratio_settings_override_those_of_a_plan(kind: str, tmp_path: Path) -> N
 def test_path_is_read_as_a_plan_file(tmp_path: Path) -> None:
     job = describe_model((300, 20))
     result = asked_for(identity(), job)
-    (tmp_path / "fp16()").write_text(written(result))
+    (tmp_path / "fp16()").write_text(format_plan(result))
     assert asked_for(tmp_path / "fp16()", job) == result
 
 
@@ -154,7 +154,7 @@ def test_matrices_keep_their_shape_at_the_default_limits(model: str, codec: str)
     job = MODELS[model]
     result = asked_for(codec, job)
     assert verify(result, job) == []
-    assert unsuited(result, 2, 1) == []
+    assert node_problems(result, 2, 1) == []
     assert list(uncompressed_notices(result, job)) == []
     sent = sum(make_codec(b).bound(b.spec) for b in result.buckets)
     assert sent < 0.15 * 4 * job.numel, "a payload of either round, headers included"
@@ -205,8 +205,8 @@ def test_server_memory_is_known_in_advance(codec: str) -> None:
 def test_payloads_larger_than_a_frame_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     bucket = Bucket(0, (Slice(0, 0, 1 << 16),), "service", "identity()")
     plan = Plan("", (bucket,), 1)
-    assert unsuited(plan, 2, 1) == []
+    assert node_problems(plan, 2, 1) == []
     monkeypatch.setattr(plan_checks, "MAX_FRAME_NBYTES", 200_000)
-    (line,) = unsuited(plan, 2, 1)
+    (line,) = node_problems(plan, 2, 1)
     assert line.startswith("bucket 0: payloads of identity()")
     assert line.endswith("a frame is limited to 200000: split the bucket, or use a codec that sends less")

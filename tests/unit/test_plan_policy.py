@@ -142,7 +142,7 @@ def test_result_of_a_replaced_search_is_ignored() -> None:
 
 def test_refused_plan_is_dropped() -> None:
     rank = proposing(candidate(plan_of(0.5)))
-    rank.state = plan_policy.refused(rank.state)
+    rank.state = plan_policy.drop_refused(rank.state)
     assert rank.request() == TuningRequest.NOTHING
     rank.step(1.0, times=JUDGED)
     assert rank.state.check.predicted_s == 1.0

@@ -29,7 +29,7 @@ from commlayer.autotune.measure.measurements import nonzero_fractions
 from commlayer.autotune.planning.search import best_plan
 from commlayer.compressors import make_codec, parse
 from commlayer.compressors.feedback import wrap
-from commlayer.engine.job.plan_checks import codec_promise, unsuited
+from commlayer.engine.job.plan_checks import codec_promise, node_problems
 from commlayer.engine.worker.worker import Worker
 from commlayer.planner import default_plan, verify
 from commlayer.planner.buckets import divide_into_fragments
@@ -175,7 +175,7 @@ def test_stale_results_are_used_only_if_allowed_and_beneficial() -> None:
     assert all(b.path == "service" for b in lower(result).buckets if b.stale), "what the runtime can have late"
     several = lower(plan(toy_job(), cluster(4, "home-100/20", ranks=2), None, late))
     assert any(b.stale for b in several.buckets)
-    assert not unsuited(several, 4, 2), "nor do nodes of several ranks refuse it"
+    assert not node_problems(several, 4, 2), "nor do nodes of several ranks refuse it"
     assert not any(b.stale for b in plan(toy_job(), cluster(4, "100g"), None, late).buckets)
     sparse = structs.replace(late, codecs=("topk(ratio=0.001)",))
     assert not any(b.stale for b in plan(toy_job(), CLUSTERS["homes"], None, sparse).buckets), "not measured"
@@ -284,7 +284,7 @@ def problems(result: Plan, job: Job, cluster: Cluster, profile: Profile) -> list
     cuda = any(node.device != "cpu" for node in cluster.nodes if node.ranks)
     lowered = lower(result)
     return [*lint(result, job, cluster, profile), *verify(lowered, job),
-            *unsuited(lowered, nodes, result.ranks_per_node, cuda=cuda)]
+            *node_problems(lowered, nodes, result.ranks_per_node, cuda=cuda)]
 
 
 @pytest.mark.parametrize("seed", range(30))

@@ -95,7 +95,7 @@ def test_plan_is_compared_after_it_has_settled(plan: PlanLevels, first: int) -> 
     ([row(cost_s=0.08)], 0.2, 75),
 ])
 def test_next_comparison_waits_until_its_cost_is_within_the_limit(rows: list[GradientError], step_s: float, steps: int) -> None:
-    state = policy.compared(begun(), 11)
+    state = policy.record_comparison(begun(), 11)
     assert state.compare_at == 11 + SETTLE, "before the rows are known"
     state, _ = decided(state, *rows, step_s=step_s)
     assert (state.compare_at, state.samples) == (11 + steps, 1)

@@ -12,7 +12,7 @@ from commlayer.engine.job.job import JobContext
 def step(model: nn.Sequential, optimizer: torch.optim.Optimizer, layers: int) -> None:
     """A step of the first layers, as in a training that unfreezes them one after the other."""
     optimizer.zero_grad()
-    sum(p.square().sum() for layer in model[:layers] for p in layer.parameters()).backward()  # type: ignore[union-attr]
+    torch.stack([p.square().sum() for p in model[:layers].parameters()]).sum().backward()
     optimizer.step()
 
 

@@ -64,7 +64,7 @@ def rate(
     *, expected_bps: float = 0.0,
 ) -> float:
     """Measures the rate in one direction (UP or DOWN) in bit/s. Takes about `budget_s`, plus the time of chunks in flight."""
-    # The expected amount may be in flight from the start.
+    # The first request is as large as the amount that the link is expected to have in flight.
     first_nbytes = max(FIRST_NBYTES, int(expected_bps / 8 * round_trip_s))
     return _DirectionProbe(direction, servers, round_trip_s, first_nbytes).run(network, budget_s, patience_s)
 

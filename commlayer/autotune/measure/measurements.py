@@ -87,7 +87,7 @@ def nonzero_fractions(worker: Worker, workers: int) -> tuple[float, ...]:
         for s, x in zip(bucket.slices, bucket.x.split([s.numel for s in bucket.slices]), strict=True):
             part = 1.0 if bucket.buffer else _nonzero(x)
             # Unless the codec keeps its input, the result has overwritten the gradient.
-            up_part, down_part = (part, min(1.0, workers * part)) if bucket.keeps else (part / workers, part)
+            up_part, down_part = (part, min(1.0, workers * part)) if bucket.needs_undo else (part / workers, part)
             nonzero[s.tensor] += s.numel * (1.0 if part == 1.0 else (up_part + down_part) / 2)
     parts = tuple(part / info.numel if info.numel else 1.0 for part, info in zip(nonzero, worker.job.tensors, strict=True))
     return parts if min(parts, default=1.0) < 1.0 else ()
@@ -123,7 +123,7 @@ def measured_links(context: DistributedJob, rows: Sequence[RankMeasurement]) -> 
     return [Link(r.up_bps, r.down_bps, r.alpha_s) if r.up_bps else best for r in firsts]
 
 
-def uncapped(links: Sequence[Link], uplinks_bps: Sequence[float]) -> tuple[Link, ...]:
+def remove_caps(links: Sequence[Link], uplinks_bps: Sequence[float]) -> tuple[Link, ...]:
     """Returns the links without caps; empty if no home is capped. `uplinks_bps`: the upload rate of each node without caps; 0:
     it was not measured."""
     free = tuple(structs.replace(link, up_bps=max(link.up_bps, bps)) for link, bps in zip(links, uplinks_bps, strict=True))

@@ -59,7 +59,7 @@ def communication_bound(steps: Sequence[RecordedStep]) -> bool:
 T = TypeVar("T", bound=tuple[float, ...])
 
 
-def gathered(groups: Groups, row: T) -> list[T]:
+def gather_rows(groups: Groups, row: T) -> list[T]:
     """Exchanges one row of numbers of each rank, and returns all rows in rank order; collective."""
     rows = groups.gather_all(torch.tensor(row, dtype=torch.float64, device=groups.device)).tolist()
     return [type(row)(*values) for values in rows]
@@ -106,7 +106,7 @@ def known_links(
     with all_or_none(groups, "probing links", len(KnownLink._fields)) as exchange:
         if away and groups.local == 0:
             round_trip_s = link_rates.round_trip(network, away[0], patience_s)
-            rates = sustained(seen, steps_s, round_trip_s)
+            rates = find_limiting_rates(seen, steps_s, round_trip_s)
             before_s, now_s = (max(NEAREST_S, seconds) for seconds in (TRIP * last.alpha_s if last else 0.0, round_trip_s))
             if last is not None and SHORTER * before_s <= now_s <= LONGER * before_s:
                 rates = rates[0] or last.up_bps, rates[1] or last.down_bps
@@ -126,7 +126,7 @@ def probe_own_link(
     context: DistributedJob, nodes: Sequence[KnownLink], budget_s: float, *, expected: Rates = UNKNOWN,
 ) -> NodeLink:
     """Measures this node's link against servers on other nodes, unless the rates of all `nodes` are known; returns zeros if
-    there are none. All ranks must call this function and then `gathered`, which waits for the last rank. `expected`: known
+    there are none. All ranks must call this function and then `gather_rows`, which waits for the last rank. `expected`: known
     lower bounds of the rates, which set the initial TCP windows."""
     groups = context.groups
     network, patience_s, away = _probing(context, budget_s)
@@ -159,7 +159,7 @@ def own_uplink(context: DistributedJob, budget_s: float) -> float:
     return link_rates.rate(network, link_rates.UP, servers, round_trip_s, budget_s, patience_s) if servers else 0.0
 
 
-def sustained(seen: SeenTraffic | None, steps_s: float, round_trip_s: float) -> tuple[float, float]:
+def find_limiting_rates(seen: SeenTraffic | None, steps_s: float, round_trip_s: float) -> tuple[float, float]:
     """Returns the upload and download rates that limited the steps; 0 for a direction in which the link did not limit them."""
     if seen is None:
         return 0.0, 0.0
@@ -178,8 +178,9 @@ def plan_probe_turns(nodes: int, budget_s: float, round_trip_s: float, *, everyw
 
 
 def raise_rates(link: NodeLink, carried: Throughput | None = None, fastest_down_bps: float = 0.0) -> NodeLink:
-    """Returns `link` with rates raised to those in steps, because short probes measure too low rates, and to the fastest
-    download that the interface has counted meanwhile, because probes on a busy machine wait for its threads."""
+    """Returns `link` with rates raised to those of the steps, because short probes measure too low rates. The download is also
+    raised to the fastest one that the interface has counted during the probes, because probes on a busy machine wait for its
+    threads."""
     up_bps, down_bps, alpha_s = link
     if not up_bps:  # there is no server on another node
         return link

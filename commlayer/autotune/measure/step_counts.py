@@ -38,8 +38,9 @@ def counted_job(
     model: nn.Module, loss_of: DrawnLoss, made: Callable[[], tuple[nn.Module, DrawnLoss]], *, batch: int | None = None,
     name: str = "",
 ) -> tuple[Job, str]:
-    """Returns the Job of a model without values, with its Timing on a V100, by one step of its loss function. The text is
-    empty, or says why the step was computed with the values of the model that `made` returns."""
+    """Returns the Job of a model whose tensors have no values, with its Timing on a V100, from one step of its loss function.
+    If the step reads values, it is computed with the model that `made` returns, and the second result is the reason; otherwise
+    that is empty."""
     try:
         with on_a_gpu():
             return _count_job(model, loss_of, batch, name), ""
@@ -118,8 +119,8 @@ def _nbytes(tensors: Any) -> int:
 
 
 class _Layers(TorchFunctionMode):
-    """Runs layers for which GPUs have kernels of their own in a form that costs as much: attention that keeps no scores, and
-    recurrent layers, whose steps become samples of a single step."""
+    """Replaces layers for which GPUs have special kernels by operations of the same cost. Attention then keeps no scores. The
+    steps of a recurrent layer become samples of a single step."""
 
     def __init__(self, counter: _Counter) -> None:
         super().__init__()

@@ -73,7 +73,7 @@ def search(order: SearchOrder) -> SearchResult:
     as_planned = order.known or number_servers_by_node(order.current, order.server_nodes)
     # Recorded steps wait for their results, even if the active plan overlaps them with the next forward pass.
     recorded = structs.replace(as_planned, overlap="") if as_planned.overlap == "forward" else as_planned
-    if not order.contention:  # after a measurement; later rates of links come from the traffic of steps
+    if not order.contention:  # rates were just probed; in later searches they come from the traffic of steps
         cluster = sped_up(
             cluster, lambda faster: step_seconds(recorded, order.inputs._replace(cluster=faster)), order.measured_s)
 
@@ -99,15 +99,15 @@ def search(order: SearchOrder) -> SearchResult:
     result = candidate(best.plan, best.leaves)._replace(
         alone_s=alone_s if alone_s < math.inf else 0.0, hint=best.hint, auto_times=best.auto_times)
     local = candidate(best.local, best.for_local) if best.local else None
-    alternatives = tuple(each for each in (local, uncompressed(result, apart=order.apart)) if each is not None)
+    alternatives = tuple(each for each in (local, predict_uncompressed(result, apart=order.apart)) if each is not None)
     elsewhere_bps = max((node.link.up_bps for node in cluster.nodes if not node.ranks), default=0.0)
     return SearchResult(result._replace(alternatives=alternatives), contention, elsewhere_bps)
 
 
 def sped_up(cluster: Cluster, step_s: Callable[[Cluster], float], measured_s: float) -> Cluster:
-    """Returns the cluster with links raised to the lowest common rate that explains the measured step time: first those of
-    servers on machines without ranks, which no probe measures, then all, because short probes measure too low rates. Returns
-    it unchanged if the rates already explain that time, or if no rate does."""
+    """Returns the cluster with links raised to the lowest common rate that explains the measured step time. Links of servers on
+    machines without ranks are raised first, because no probe measures them. Then all others are raised, because short probes
+    measure too low rates. Returns it unchanged if the rates already explain that time, or if no rate does."""
     for faster, which in ((float(cluster.ranks), [node for node in cluster.nodes if not node.ranks]),
                           (FASTER, [node for node in cluster.nodes if node.ranks])):
         if not which or step_s(cluster) <= measured_s * (1 + NEARLY):
@@ -237,7 +237,7 @@ def _choose_sync_mode(question: Question, current: Plan, *, apart: bool, suggest
     if policy.exact:
         hint = _suggest_mode(plain, other, question) if other_s <= SOONER * plain_s else ""
         return BestPlan(with_explanation(averaged), hint=hint, auto_times=plain_s / other_s)
-    leaves = "" if apart or not exact(current) else _describe_switch(plain, other, question)
+    leaves = "" if apart or not averages_every_step(current) else _describe_switch(plain, other, question)
     if apart or other_s <= LEAVES * plain_s or plain_s > _fastest_alone_s(question):
         return BestPlan(with_explanation(free), leaves)
     return BestPlan(with_explanation(averaged), local=with_explanation(free), for_local=leaves)
@@ -264,7 +264,7 @@ def _describe_switch(plain: Plan, other: Plan, question: Question) -> str:
             f"them")
 
 
-def exact(plan: Plan) -> bool:
+def averages_every_step(plan: Plan) -> bool:
     """Returns whether each step uses the average of all workers' gradients of that step, apart from compression errors."""
     return not plan.steps_locally and not any(b.stale for b in plan.buckets)
 
@@ -275,7 +275,7 @@ def _convert_to_updates(plan: Plan, question: Question) -> Plan:
     return structs.replace(converted, step_s=step_seconds(converted, question))
 
 
-def uncompressed(best: Candidate, *, apart: bool = False) -> Candidate | None:
+def predict_uncompressed(best: Candidate, *, apart: bool = False) -> Candidate | None:
     """Returns the plan without compression, predicted from the same costs. Returns None if the uncompressed plan is active
     already, or if workers cannot connect to each other."""
     inputs = best.basis.inputs

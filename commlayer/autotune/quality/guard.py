@@ -16,7 +16,7 @@ import torch
 from commlayer.autotune.quality import policy
 from commlayer.autotune.quality.loss_trend import LossTrend
 from commlayer.autotune.quality.policy import Bounds, CodecChange, GradientError, PlanLevels
-from commlayer.autotune.quality.usual_errors import least_usual
+from commlayer.autotune.quality.usual_errors import usual_bounds
 from commlayer.cluster.processes.collectives import all_or_none
 from commlayer.config import Config
 from commlayer.engine.guards import gradient_comparison
@@ -87,7 +87,8 @@ class QualityGuard:
         together. `failure`: an earlier error on this rank; then no rank compares."""
         if not self.has_work():
             return
-        self._state, self.error = policy.compared(self._state, step), GradientError()  # all ranks send their errors now
+        # From now on, all ranks send their errors.
+        self._state, self.error = policy.record_comparison(self._state, step), GradientError()
         worker, begin_s, summed = self._context.worker, time.perf_counter(), Dots()
         # With overlapped results the comparison makes the step wait for them: that wait is part of its cost.
         held_s = worker.counters.exposed_s - self._exposed_s if self._state.plan.overlapped else 0.0
@@ -178,6 +179,6 @@ class QualityGuard:
         plan, worker = self._context.plan, self._context.worker
         self._plan, self._base, self._sent, self._piece, self._compares = plan, base or plan, Dots(), None, False
         self._watched = [] if plan.steps_locally else gradient_comparison.compared_buckets(plan, worker.job)
-        bounds = (0.0, 0.0) if self._by_budget else least_usual(self._watched)
+        bounds = (0.0, 0.0) if self._by_budget else usual_bounds(self._watched)
         return PlanLevels(codec_floor.lowest(plan), codec_floor.lowest(self._base), bool(self._watched),
                           self._base.buckets != plan.buckets, *bounds, plan.overlap == "forward")

@@ -208,7 +208,7 @@ def is_comparison_due(state: QualityState, now: int) -> bool:
     return concerned and now - state.since >= state.plan.settle_steps and now >= state.compare_at
 
 
-def compared(state: QualityState, now: int) -> QualityState:
+def record_comparison(state: QualityState, now: int) -> QualityState:
     """Records that all ranks have compared in step `now` and will send their rows."""
     return structs.replace(state, samples=state.samples + 1, compared_at=now, compare_at=now + state.plan.settle_steps)
 

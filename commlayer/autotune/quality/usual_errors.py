@@ -21,10 +21,10 @@ UNKNOWN = (0.05, 60.0)
 """Lowest cosine and largest residual for codecs without reference values."""
 
 
-def usual(codec: str) -> tuple[float, float]:
+def reference_errors(codec: str) -> tuple[float, float]:
     """Returns the lowest cosine with the gradient, and the largest residual, of any reference training under that codec.
 
-    >>> usual("topk(ratio=0.01, values='int8')"), usual("error_feedback(int4())")
+    >>> reference_errors("topk(ratio=0.01, values='int8')"), reference_errors("error_feedback(int4())")
     ((0.23, 6.3), (0.98, 0.13))
     """
     name = parse_spec(codec).core
@@ -36,8 +36,8 @@ def usual(codec: str) -> tuple[float, float]:
     return c0 + part * (c1 - c0), r0 * (r1 / r0) ** part
 
 
-def least_usual(buckets: Iterable[Bucket]) -> tuple[float, float]:
+def usual_bounds(buckets: Iterable[Bucket]) -> tuple[float, float]:
     """Returns the bounds (lowest cosine, largest residual) for pieces of all these buckets. Worse values are unusual."""
-    each = [usual(codec) for b in buckets for codec in (b.codec, b.down, *b.by_node) if codec]
+    each = [reference_errors(codec) for b in buckets for codec in (b.codec, b.down, *b.by_node) if codec]
     return (SLACK_COSINE * min((cosine for cosine, _ in each), default=1.0),
             SLACK_RESIDUAL * max((residual for _, residual in each), default=1.0))

@@ -105,7 +105,7 @@ class LoadBalancer:
         """
         if self._state is not None:
             raise InvalidInput("E-SHARES-ARGUMENT",
-                               "profile: training follows measured times already, allowed: before its first step")
+                               "profile: shares follow measured times already, allowed: a call before the first step")
         measure = None if self._measure is None else partial(self._measure, self.sampler.step)
         profiles, self._opening = worker_profiles.profile_together(
             self.session, self.sampler, self._policy, model, loss_of, batches, limit_s=limit_s,
@@ -152,7 +152,7 @@ class LoadBalancer:
         return job
 
     def _after_skipped_step(self, step: int) -> None:
-        # After a local step that this rank's scaler has skipped. So all ranks receive reports and members in the same step.
+        # This rank's scaler has skipped a local step. All ranks must receive reports and membership in the same step.
         self.session.inspect.catch_up()
         self._follow_members(step)
         if self._state is None and step >= self._from_step:

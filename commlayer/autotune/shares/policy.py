@@ -35,7 +35,8 @@ def begin(
     """
     for rank, row in enumerate(rows):
         if row.rank != rank:
-            raise InvalidInput("E-SAMPLER-RANKS", f"the sampler of rank {rank} is for rank {row.rank:.0f}, allowed: its own")
+            raise InvalidInput("E-SAMPLER-RANKS",
+                               f"the sampler of rank {rank} was made for rank {row.rank:.0f}, allowed: rank {rank}")
         if (row.batch, row.step) != (rows[0].batch, rows[0].step):
             raise InvalidInput("E-SAMPLER-RANKS",
                                f"the sampler of rank {rank} is at step {row.step:.0f} with batch {row.batch:.0f}, rank 0's "

@@ -96,8 +96,8 @@ def _exchanged(
     for rank, (number, batch, finished, _, cap, ended, *seconds) in enumerate(rows_read):
         if (number, batch) != (rank, sampler.batch):
             raise InvalidInput("E-SAMPLER-RANKS",
-                               f"the sampler of rank {rank} is for rank {number:.0f} with batch {batch:.0f}, allowed: its own "
-                               f"rank and the batch of this one, {sampler.batch}")
+                               f"the sampler of rank {rank} was made for rank {number:.0f} and batch {batch:.0f}, allowed: "
+                               f"rank {rank} and batch {sampler.batch}, as this rank's sampler")
         if not finished:
             raise CommError("profiling failed on that rank: see the error in its output", peer=peer_name(rank),
                             code="E-OTHER-RANK")

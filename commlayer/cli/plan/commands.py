@@ -113,7 +113,7 @@ def create(
         staleness="staleness" in (allow or ()))
     planned = planned_job(model, machines, batch, optimizer, policy, measured, noise_scale, loss=loss, learning=learning)
     beside = plan_file.inputs_path(out)
-    write({beside: records.encode(planned.inputs).decode() + "\n", out: plan_file.written(planned.plan)})
+    write({beside: records.encode(planned.inputs).decode() + "\n", out: plan_file.format_plan(planned.plan)})
     rows, gain = planned.alternatives()
     parts = planned.parts(rows, {}, table=arguments.learning_table(learning, measured), buckets=True)
     where = f"plan {records.digest(planned.plan)} is in {out}, its inputs are in {beside}"
@@ -204,7 +204,7 @@ def lint(
     from commlayer.errors import RecordError
     from commlayer.planner.plan_lint import lint as linted
 
-    problems, job, machines, costs = plan_file.misread(plan_file.read_plan_text(plan, "plan").encode()), None, None, None
+    problems, job, machines, costs = plan_file.find_problems(plan_file.read_plan_text(plan, "plan").encode()), None, None, None
     plan_ = None if problems else plan_file.plan_in(plan)
     try:
         if plan_file.inputs_path(plan).is_file():

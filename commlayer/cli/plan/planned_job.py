@@ -105,7 +105,8 @@ def planned_job(model: str, machines: Cluster, batch: int | None, optimizer: str
     plan = search.with_explanation(search.best(exact=policy.exact))
     synchronous = None if report.is_synchronous(plan) else search.with_explanation(search.best(exact=True))
     assumptions = report.assumptions(model, job, machines, policy, samples, named=bool(optimizer))
-    return PlannedJob(inputs, shared, samples, policy, plan, synchronous, report.unfit(job, machines, policy.optimizer),
+    return PlannedJob(inputs, shared, samples, policy, plan, synchronous,
+                      report.memory_problem(job, machines, policy.optimizer),
                       tuple(assumptions))
 
 

@@ -120,7 +120,7 @@ def verdicts(gain: Gains, *, auto: bool, synchronous: bool) -> str:
 
 
 def labels(*, exact: bool) -> Mapping[str, str]:
-    """What to call the plan and the best synchronous one if the plan is what a sync mode takes by itself."""
+    """Names of the plan and of the best synchronous plan in a report, for a plan that a sync mode chooses by itself."""
     return {PLAN: STEP if exact else AUTO, SYNCHRONOUS: STEP}
 
 
@@ -461,7 +461,7 @@ class Unfit(NamedTuple):
     remedy: str
 
 
-def unfit(job: Job, cluster: Cluster, optimizer: str) -> Unfit | None:
+def memory_problem(job: Job, cluster: Cluster, optimizer: str) -> Unfit | None:
     """Why the training does not fit into a machine's memory. Returns None if the job fits into the memory of all nodes."""
     for device, ranks in dict.fromkeys((n.device, n.ranks) for n in cluster.nodes if n.ranks and n.device in gpus()):
         memory, sharded = estimate_memory(job, device, optimizer), estimate_memory(job, device, optimizer, ranks)

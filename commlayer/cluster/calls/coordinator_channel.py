@@ -60,9 +60,10 @@ def channel_options(address: str) -> list[tuple[str, Any]]:
     """Returns the gRPC options of a channel to that coordinator."""
     arguments: list[tuple[str, Any]] = [
         ("grpc.max_receive_message_length", MAX_REPLY_NBYTES), ("grpc.max_send_message_length", MAX_NBYTES),
-        # After an interruption the connection is used again within a second or two, however long the interruption was. A
-        # kernel that retransmits waits for half as long again: TCP_USER_TIMEOUT, which gRPC sets to the keepalive's timeout,
-        # ends that connection. Attempts to connect, which gRPC would give 20 s, end soon for the same reason.
+        # The channel must work again within two seconds after an interruption of any length. TCP alone would continue only
+        # after another half of the interruption's length, because its retransmission intervals grow. TCP_USER_TIMEOUT, which
+        # gRPC sets to the keepalive timeout, ends such a connection. Attempts to connect, for which gRPC allows 20 s, end soon
+        # for the same reason.
         ("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 500),
         ("grpc.min_reconnect_backoff_ms", int(1000 * MIN_BEAT_S)),
         ("grpc.keepalive_time_ms", 30_000), ("grpc.keepalive_timeout_ms", int(1000 * CALL_S)),

@@ -28,8 +28,8 @@ class Unresolved(Refused):
 
 
 def diagnose(address: str, keys: Keys | None, deadline: float, who: str = "") -> None:
-    """Connects to the address in order to explain a failed connection. Raises Refused with the reason if either end rejects the
-    other's certificate, if only one end uses TLS, if the address is a data port, or if its host name cannot be resolved.
+    """Connects to the address in order to explain a failed connection. Raises Refused with the reason: one end rejects the
+    other's certificate, only one end uses TLS, the address is a data port, or its host name cannot be resolved.
 
     Returns if there is no problem, or no answer, which may be temporary.
     """
@@ -52,9 +52,9 @@ def diagnose(address: str, keys: Keys | None, deadline: float, who: str = "") ->
         tls = TlsSocket(sock, keys, CONTROL, server=False)
         close_channel(sock)
         sock = track(tls)
-        tls.handshake(deadline)  # checks their certificate; what follows shows whether they accept ours
+        tls.handshake(deadline)  # checks the server's certificate; the next read shows whether the server accepts the own one
         limit_wait(tls, deadline)
-        tls.recv_into(bytearray(1))  # the other end decides last: either gRPC sends its settings, or it refuses
+        tls.recv_into(bytearray(1))  # the server decides last: gRPC sends its settings, or TLS refuses
     except Refused as error:
         raise error.located(peer=where) from None
     except (CommError, OSError):

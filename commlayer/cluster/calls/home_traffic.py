@@ -40,7 +40,7 @@ class HomeTraffic:
         self._lock = threading.Lock()
 
     def start(self, config: Config) -> None:
-        """Begins to count in the file of the month. Raises InvalidInput for caps that are none."""
+        """Begins to count in the file of the month. Raises InvalidInput if the caps are not valid."""
         self._caps = parse_caps(config.monthly, config.upload_share)
         self._deadline_s, self._beats_s, self._workers = config.deadline_s, config.heartbeat_s, read_launch().local_world
         self.look()

@@ -114,14 +114,14 @@ class Join(Record, frozen=True):
     """For a site: seconds since it first requested ranks."""
 
     @property
-    def owner(self) -> str:
+    def node_name(self) -> str:
         """The name in the caller's certificate, or without TLS its machine's name."""
         return self.certificate or self.name
 
     @property
     def label(self) -> str:
         """The process, for errors and logs."""
-        return f"{self.owner} (pid {self.pid})"
+        return f"{self.node_name} (pid {self.pid})"
 
 
 class JoinReply(Record, frozen=True):
@@ -409,7 +409,7 @@ def version() -> str:
         return "source"
 
 
-def incompatible(registration: Join, version: str) -> str:
+def find_incompatibility(registration: Join, version: str) -> str:
     """Returns the reason why a process with this software version cannot join; "" if it can. `version`: the job's; "" if not
     known."""
     if registration.protocol != PROTOCOL:
@@ -422,12 +422,12 @@ def incompatible(registration: Join, version: str) -> str:
     return ""
 
 
-def names(reason: str, peer: str) -> bool:
+def blames_peer(reason: str, peer: str) -> bool:
     """Returns whether `reason` names `peer` as its cause. Errors begin with the peer that they are about.
 
-    >>> names("PeerLost: server 1: connection lost", "server 1"), names("it met server 1", "server 1")
+    >>> blames_peer("PeerLost: server 1: connection lost", "server 1"), blames_peer("it met server 1", "server 1")
     (True, False)
-    >>> names("PeerLost: worker 1 (ben): is gone", "worker 1"), names("PeerLost: worker 11: is gone", "worker 1")
+    >>> blames_peer("PeerLost: worker 1 (ben): is gone", "worker 1"), blames_peer("PeerLost: worker 11: is gone", "worker 1")
     (True, False)
     """
     return blame_position(reason, peer) >= 0
@@ -442,7 +442,7 @@ def blame_position(reason: str, peer: str) -> int:
 def dropped_by(server_request: str, why: str) -> str:
     """Returns the reason for a worker that a server has disconnected. The text does not name the server as the cause.
 
-    >>> names("worker 1: " + dropped_by("server 0", "sent noise"), "server 0")
+    >>> blames_peer("worker 1: " + dropped_by("server 0", "sent noise"), "server 0")
     False
     """
     return f"was dropped (by {server_request}): {why}"

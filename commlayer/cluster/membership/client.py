@@ -86,8 +86,8 @@ class HeartbeatReport:
 
 
 def beat_timeout_s(config: Config) -> float:
-    """Returns the timeout of a heartbeat: another one fits into dead_after_s after one that got no answer. However long the
-    coordinator has been silent, the timeout is long enough for a new connection, or no heartbeat would ever arrive again."""
+    """Returns the timeout of a heartbeat. After an unanswered heartbeat, a second one still fits into dead_after_s. The timeout
+    is always long enough for a new connection, because otherwise heartbeats could not begin again after an interruption."""
     return max(MIN_BEAT_S, min(CALL_S, config.dead_after_s / 3))
 
 
@@ -276,8 +276,8 @@ class Membership:
 
     @property
     def _known_generation(self) -> int:
-        """Generation of the newest epoch whose members this process knows to be those of the job. A worker that left before it
-        took part was never a member of the job."""
+        """Generation of the newest epoch if it has the same members as this process's epoch, otherwise that of this process's
+        epoch. The members are also the same after a worker has joined and has left before it took part."""
         newest = self.newest
         same = {m.rank for m in newest.members} == {m.rank for m in self.epoch.members}
         return newest.generation if same else self.epoch.generation
@@ -300,7 +300,8 @@ class Membership:
 def root_cause(lost: Sequence[CommError]) -> CommError:
     """Returns the root cause among failures that were reported together: the first failure that names none of the other failed
     peers. If every failure names another peer, returns the first one."""
-    return next((one for one in lost if not any(messages.names(one.what, other.peer) for other in lost if other is not one)),
+    return next((one for one in lost
+                 if not any(messages.blames_peer(one.what, other.peer) for other in lost if other is not one)),
                 lost[0])
 
 

@@ -113,7 +113,7 @@ class Coordinator:
         """Seconds without a heartbeat after which a process counts as silent. A coordinator whose parent has ended runs for
         this long, so it can report the parent's death."""
         self._closing = threading.Event()
-        self._revision = secrets.randbits(48)  # probably another one than that of a previous coordinator of this job
+        self._revision = secrets.randbits(48)  # random, so it differs from that of a previous coordinator of this job
         self._watches: dict[str, asyncio.Event] = {}
         """Maps the token of a process whose Watch call waits to the event that ends the wait. Used on the event loop."""
         self._keys, self._refusals = Keys(config.keys) if config.keys else None, RefusalLog()
@@ -255,11 +255,11 @@ class Coordinator:
 
     def _part(self, request: messages.PlanPart) -> Record:
         with self._lock:
-            self._plans[request.certificate].take(request)
+            self._plans[request.certificate].add_part(request)
         return messages.HeartbeatReply()
 
     def _join(self, request: messages.Join) -> Record:
-        if _revoked(request, self._revoked):  # since the handshake of its connection, which is about to be closed
+        if _revoked(request, self._revoked):  # revoked after the handshake: the connection will be closed soon
             return messages.JoinReply(append_code("E-CERTIFICATE-REVOKED",
                                                   f"the certificate of {request.certificate} was revoked"))
         if request.kind == "site":
@@ -502,8 +502,8 @@ class StoreHangs:
 
     def find(self, state: membership.State, pending: Sequence[PendingWait], now: float, config: Config, patience_s: float
              ) -> dict[int, str]:
-        """Returns the reason for each worker that hangs, keyed by rank. A worker counts as hung one heartbeat interval after it
-        was first seen to hang, because a message that the coordinator has not read yet may show that the worker is active."""
+        """Returns the reason for each worker that hangs, keyed by rank. A worker counts as hung only after one more heartbeat
+        interval, because an unread message may show that the worker is active."""
         self._waited |= {rank: now for one in pending for rank in one.waited_s}
         ago_s = {rank: now - last for rank, last in self._waited.items()}
         late = epoch_change.hung_in_store(state, pending, config.deadline_s, ago_s, patience_s)

@@ -78,7 +78,7 @@ class CoordinatorJournal:
 
         try:
             with contextlib.closing(sqlite3.connect(self._path)) as database:
-                # Without it SQLite needs room for a file of shared memory, even for reading.
+                # Otherwise SQLite would create a file of shared memory, even for reading, which fails on a full disk.
                 database.execute("PRAGMA locking_mode = EXCLUSIVE")
                 if database.execute("PRAGMA user_version").fetchone() != (VERSION,):
                     raise InvalidInput("E-JOURNAL", "it is of another version")

@@ -21,7 +21,7 @@ from commlayer.cluster.calls.messages import (
     JoinReply,
     Overdue,
     PeerExit,
-    incompatible,
+    find_incompatibility,
 )
 from commlayer.cluster.membership.membership import (
     Registration,
@@ -73,7 +73,7 @@ def _without_broken_sites(state: State) -> State:
     for lost in [p for p in _workers(state).values() if p.dead or p.left not in ("", FINISHED)]:
         if mates := [p.join.token for p in site_workers(state, lost) if p.present]:
             why = without_code(lost.dead or f"left the job: {lost.left}")
-            state = evict(state, mates, f"its home ({lost.join.owner}) has lost {lost.peer}: {why}",
+            state = evict(state, mates, f"its home ({lost.join.node_name}) has lost {lost.peer}: {why}",
                           silent=lost.silent)
     return state
 
@@ -177,7 +177,7 @@ def _wait(state: State, seated: Sequence[Registration], silent: Sequence[Registr
     if lost is not None and not (goes_on and len(present) >= state.min_workers):
         return f"the job is ending ({lost.peer}: {without_code(lost.dead or lost.left)}); the server will start another one"
     if silent and (len(silent) == len(present) or not goes_on or len(present) >= state.limit):
-        names = ", ".join(f"{p.peer} on {p.join.owner}" for p in silent)
+        names = ", ".join(f"{p.peer} on {p.join.node_name}" for p in silent)
         return f"the job is running, but {names} does not respond; a worker is dropped after {patience_s:g} s of silence"
     return ""
 
@@ -217,7 +217,7 @@ def admit(state: State, request: Join, now: float) -> tuple[State, JoinReply]:
     first = workers[epoch.members[0].rank]
     differs = [f"{name} is {request.must_match.get(name, 'unknown')} here and {value} in the job; set the same on all ranks"
                for name, value in first.join.must_match.items() if request.must_match.get(name) != value]
-    problem, closed = incompatible(request, first.join.version), admission(state, node=request.node)
+    problem, closed = find_incompatibility(request, first.join.version), admission(state, node=request.node)
     if not problem and closed.closed_reason:
         why = closed.closed_reason.removesuffix("" if request.elastic else UNLESS)
         problem = append_code("E-JOB-FULL" if closed.full else "E-JOB-CLOSED", why)

@@ -116,7 +116,7 @@ def _checked(line: bytes, place: Registration, epoch: Epoch | None) -> AnyEvent 
         case JobEvent():
             if epoch is None:
                 return None
-            return structs.replace(event, run=epoch.run, world=len(epoch.members), host=place.join.owner)
+            return structs.replace(event, run=epoch.run, world=len(epoch.members), host=place.join.node_name)
     return event
 
 
@@ -140,7 +140,7 @@ def changes(before: State, after: State) -> Iterator[Event]:
 
 def _member(place: Registration, state: MemberState) -> MemberEvent:
     reason = place.dead or (place.left if place.left != FINISHED else "")
-    return MemberEvent(member=place.peer, name=place.join.owner, state=state, reason=reason)
+    return MemberEvent(member=place.peer, name=place.join.node_name, state=state, reason=reason)
 
 
 def list_waits(state: State, pending: Sequence[PendingWait], now: float, since: float, noticed_s: float, dead_after_s: float,

@@ -23,10 +23,10 @@ from commlayer.cluster.calls.messages import (
     Overdue,
     PeerExit,
     blame_position,
+    blames_peer,
     dropped_by,
+    find_incompatibility,
     hash_plan_bytes,
-    incompatible,
-    names,
 )
 from commlayer.errors import append_code, join_names, one_line, without_code
 from commlayer.records import Epoch, Member, Record, ServerInfo
@@ -211,7 +211,7 @@ def leave(state: State, token: str, reason: str, exchanges: int = -1) -> State:
         return state
     if state.epoch is None:
         return _without_registrations(state, {token})
-    culprits = [p for t, p in state.registrations.items() if t != token and names(reason, p.peer)]
+    culprits = [p for t, p in state.registrations.items() if t != token and blames_peer(reason, p.peer)]
     first = min(culprits, key=lambda p: blame_position(reason, p.peer), default=None)
     blames = "" if first is None else first.peer if first.present else first.blamed_peer
     return _with_registration(state,
@@ -365,7 +365,7 @@ def missing_peers(state: State) -> tuple[str, ...]:
 
 def _problem(state: State, request: Join) -> str:
     """Returns why the registration request is refused; "" if it is not."""
-    if problem := incompatible(request, next((p.join.version for p in state.registrations.values()), "")):
+    if problem := find_incompatibility(request, next((p.join.version for p in state.registrations.values()), "")):
         return problem
     if state.epoch is not None:
         return append_code("E-JOB-CLOSED",
@@ -493,7 +493,7 @@ def _without_registrations(state: State, tokens: Iterable[str]) -> State:
     gone = {*tokens}
     places = {t: p for t, p in state.registrations.items() if t not in gone}
     left = any(p.join.kind == "worker" for p in places.values())
-    # After a failed start, the next one may begin with another number of workers.
+    # If no worker is left after a failed start, the next start may have another number of workers.
     return msgspec.structs.replace(state, registrations=places, workers=state.workers if left or not state.max_workers else 0)
 
 

@@ -140,9 +140,9 @@ class RendezvousService:
         return KvReply(values, "", total)
 
     def find_lost_writers(self, request: KvRequest, absent: Sequence[StoreKey]) -> list[tuple[int, str]]:
-        """Returns lost writers of the `absent` keys, each with the reason. If the call needs all writers, returns those of all
-        wanted keys, and nothing is written for the call: either all of its callers have written before the first loss, and all
-        can read all values, or none can."""
+        """Returns lost writers of the `absent` keys, each with the reason. If the call needs all writers, returns the lost
+        writers of all wanted keys, and the call writes nothing. Its callers then all read all values, or none does: all of them
+        have written before the first loss, or not."""
         lost = {**self._state.left, **self._lost()}
         return [(rank, lost[rank]) for _, rank in (absent if request.without else request.want) if rank in lost]
 
@@ -218,7 +218,7 @@ class RendezvousService:
         """Returns the names of the registered sites by token, until the job begins."""
         with self._lock:
             sites = {} if self._state.begun else self._state.present
-            return {token: site.request.owner for token, site in sites.items()}
+            return {token: site.request.node_name for token, site in sites.items()}
 
     def closed_reason(self) -> str:
         """Returns why the running job admits no site; "" if it does."""

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from commlayer.cluster.calls.messages import ANY, STARTING, Join, JoinReply, incompatible
+from commlayer.cluster.calls.messages import ANY, STARTING, Join, JoinReply, find_incompatibility
 from commlayer.errors import append_code
 from commlayer.records import Record
 from commlayer.transport.protocol import SERVER_BASE
@@ -215,7 +215,7 @@ def missing(state: Sites) -> str:
         return ""
     here = count(state)
     requests = [site.request for site in state.present.values()]
-    names = [r.owner for r in requests]
+    names = [r.node_name for r in requests]
     shown = ", ".join(name + (f" with {r.world}" if r.world > 1 else "") for name, r in zip(names, requests, strict=True))
     if state.min_workers:
         text = f"{here} of at least {workers_text(state.min_workers)} {'is' if here == 1 else 'are'} here ({shown or 'none'})"
@@ -235,7 +235,7 @@ def _newest_former(former: Mapping[str, str]) -> dict[str, str]:
 
 
 def _problem(state: Sites, request: Join, admission: AdmissionState) -> str:
-    if problem := incompatible(request, state.version or next((h.request.version for h in state.present.values()), "")):
+    if problem := find_incompatibility(request, state.version or next((h.request.version for h in state.present.values()), "")):
         return problem
     if not state.max_workers:
         return append_code("E-WORKERS",
@@ -274,7 +274,7 @@ def _late(state: Sites, request: Join, admission: AdmissionState) -> str:
 
 
 def too_many(workers: int, limit: int, admission: AdmissionState) -> str:
-    """Returns why a running job of at most `limit` workers has no place for a site with so many `workers`; "" if it has."""
+    """Returns why a running job of at most `limit` workers cannot admit a site with `workers` workers; "" if it can."""
     left = limit - admission.size
     return "" if workers <= left else append_code("E-WORKERS",
                                                   f"has {workers} workers, but only {left} of the job's {limit} are "

@@ -18,7 +18,7 @@ class UploadedPlans:
         plan."""
         self._whole: dict[str, bytes] = {}
 
-    def take(self, part: PlanPart) -> None:
+    def add_part(self, part: PlanPart) -> None:
         """Stores a chunk of a plan. Raises CorruptFrame if the chunk does not fit its plan."""
         end = part.begin + len(part.data)
         if not 0 < part.nbytes <= MAX_PLAN_NBYTES or not 0 <= part.begin < end <= part.nbytes:

@@ -1,4 +1,4 @@
-"""Locks folders against other processes: a journal's for the life of its process, a CA's for one command."""
+"""Locks a journal's folder against other processes, as long as the process that writes the journal runs."""
 
 from __future__ import annotations
 

@@ -184,7 +184,7 @@ class RelayedGroup(_ProcessGroup):  # type: ignore[misc]
                             stacked, only=root)
 
     def barrier(self, opts: Any = None) -> RelayWork:
-        """A barrier on hold is passed: the others have passed theirs long ago."""
+        """Ends at once while this group is paused, because the other ranks have passed the barrier already."""
         if self.paused_reason:
             (work := RelayWork("barrier", self.timeout_s)).end()
             return work

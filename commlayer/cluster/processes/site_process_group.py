@@ -101,7 +101,7 @@ def change_members(kv: KvClient, ids: Sequence[int], rank: int, generation: int)
     name = f"epoch{generation}"
     store = WorldStore(kv, former.timeout_s, ids[rank])
     inside_store = WorldStore(kv, former.timeout_s, ANY, min(former.home))
-    # Groups that stay have lower numbers, and all homes count the others alike.
+    # Kept groups have lower numbers. All homes number new groups alike, even if they have kept different ones.
     distributed_c10d._world.group_count = generation << GROUP_BITS
     _worlds[-1] = former._replace(kv=kv, name=name, ids=tuple(ids), store=store, inside_store=inside_store)
     _make_default_group(rank)
@@ -112,9 +112,9 @@ def change_members(kv: KvClient, ids: Sequence[int], rank: int, generation: int)
 
 
 def _take_home_groups() -> list[Callable[[Mapping[int, int]], None]]:
-    """Takes the groups that contain only ranks of this home, such as those of a sharded model, out of torch's tables, because
-    torch destroys all groups together with its default group. Returns functions that put them back; they receive the new number
-    of each former rank."""
+    """Takes groups that contain only ranks of this home out of torch's tables, for example those of a sharded model. Otherwise
+    torch would destroy them together with its default group. Returns functions that put the groups back; each receives the new
+    number of each former rank."""
     known = distributed_c10d._world
     tables: list[dict[Any, Any]] = [known.pg_map, known.pg_names, known.pg_backend_config, known.pg_to_tag]
     of_home = [group for group, ranks in known.pg_group_ranks.items()

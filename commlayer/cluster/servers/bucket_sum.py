@@ -26,7 +26,7 @@ example between 1 and 10 (decision 0004)."""
 
 
 class Division(NamedTuple):
-    """How a sum is divided after its payloads were encoded for an assumed total weight."""
+    """Correction of a sum whose payloads were divided by an assumed total weight before encoding, not by the true one."""
 
     share: float
     """The factor by which the server multiplies the sum of the payloads."""

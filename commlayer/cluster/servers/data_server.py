@@ -249,7 +249,7 @@ class DataServer:
         assert self._epoch is not None
         about = ServerIdentity(self._token, server, self.address, self._epoch, plan, core.generation, self.streams,
                                tuple(self._joined))
-        sizes = {b: ops.memory_nbytes + ops.bound + ENTRY_HEADER_NBYTES for b, ops in self._ops.items()}
+        sizes = {b: ops.most_journal_nbytes + ops.bound + ENTRY_HEADER_NBYTES for b, ops in self._ops.items()}
         with core.pause():
             if not self.journal.replace(about, sizes, core.journal_state):
                 core.journal_state(None)

@@ -34,7 +34,7 @@ class GatherOps:
 
     def allow(self, members: int) -> None:
         """Makes room for the rows of this number of members."""
-        self.bound = self.memory_nbytes = (members + 1) * (ROW_NBYTES + MESSAGE_NBYTES)
+        self.bound = self.most_journal_nbytes = (members + 1) * (ROW_NBYTES + MESSAGE_NBYTES)
 
     def new_accumulator(self, r: int) -> list[bytes]:
         return []

@@ -108,7 +108,7 @@ class CodecOps:
     def keeps_payloads(self, members: int) -> bool:
         """Returns whether the server should keep the payloads of this many members instead of their sum. True if the payloads
         take at most half the memory of the sum, and the sum can be computed again from the payloads."""
-        return self._codec.keeps and self.rounds == 1 and not self.means and members * self.bound <= 2 * self._spec.numel
+        return self._codec.needs_undo and self.rounds == 1 and not self.means and members * self.bound <= 2 * self._spec.numel
 
     def give_back(self, acc: Any) -> None:
         if "sum" in acc:
@@ -142,7 +142,7 @@ class CodecOps:
         restore(self._state, _loaded(data))
 
     @property
-    def memory_nbytes(self) -> int:
+    def most_journal_nbytes(self) -> int:
         """Upper bound, in bytes, of the snapshot that journal_state() returns."""
         return len(self.journal_state()) + 4 * self._spec.numel + MEMORY_SLACK_NBYTES
 

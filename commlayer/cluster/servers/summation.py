@@ -250,7 +250,7 @@ class Summation:
         h = message.header
         if h.sender != message.peer:
             raise corrupt_frame(message, f"the header names {peer_name(h.sender)} as the sender")
-        if h.generation > self.generation:  # for example of a plan that another worker was to send to this server
+        if h.generation > self.generation:  # for example if another worker has not sent the new plan yet
             raise corrupt_frame(message, f"got generation {h.generation}, but the server is in generation {self.generation}")
         cell = self.cells.get(h.bucket)
         if cell is None:
@@ -314,8 +314,9 @@ class Summation:
             cell.begin(h.step, h.round)
 
     def _joins_settled(self, cell: BucketSum) -> bool:
-        """Returns whether it is certain which workers that have joined contribute to the sum in progress: those that more than
-        half of the members count. If no count has so many, and all members have contributed, the highest count holds."""
+        """Returns whether it is certain which of the workers that joined contribute to the sum in progress. The number of them
+        in more than half of the members' contributions decides. If no number has this majority and all members have
+        contributed, the highest number decides."""
         current, members = cell.sum, cell.members
         if not current.settled and cell.joined < len(self.joined):
             counts = {peer: message.header.joined for peer, message in current.early.items()}
@@ -440,7 +441,7 @@ class Summation:
         cell.results[(cell.sum.step, cell.sum.round)] = header, body
         for old in [k for k in cell.results if k[0] <= cell.sum.step - KEPT_STEPS]:
             del cell.results[old]
-        # Steps before this one were requested of a server that has been restarted since, with a journal that ends earlier.
+        # A request for an earlier step is older than the server's last restart, and its result is not in the journal.
         due = [cell.followers.pop(key) for key in [*cell.followers] if key[0] <= cell.sum.step]
         return [*(Reply(member, header, body) for member in cell.members),
                 *(_follower_reply(request.sender, header, body) if request.step == cell.sum.step

@@ -95,7 +95,7 @@ class WorkerBucket:
         self.buffer = job.tensors[planned.slices[0].tensor].buffer
         dense = planned.path == "allreduce"
         self.encodes_updates = not dense and encodes_updates(codec)
-        self.keeps = not dense and codec.keeps
+        self.needs_undo = not dense and codec.needs_undo
         """True: a payload affects later steps, so the codec's input must stay unchanged until the next exchange."""
         self.in_means = not dense and (codec.has_residual or codec.has_server_residual)
         """True: what is encoded and summed are parts of the mean. The value of a residual therefore stays correct when weights
@@ -357,7 +357,7 @@ class EncodedBucket(ServedBucket):
         dtype = torch.float64 if self.means else torch.float32
         every = host if on_host and not self.means else buffer_on(device, floats, dtype)
         host_y, every_y = host, every
-        if self.keeps:
+        if self.needs_undo:
             host_y = aligned(0, host_nbytes, pinned=not on_host).view(torch.float32)
             if on_host or on_device:
                 every_y = host_y if on_host else buffer_on(device, floats, dtype)
@@ -371,7 +371,7 @@ class EncodedBucket(ServedBucket):
     def keep_encoded(self, recycle: Callable[[memoryview], None]) -> None:
         """Keeps results encoded from now on, if the codec can decode them later. Called only on the single rank of a node,
         before its first step. `recycle` receives the buffers of results for reuse."""
-        if self._keeps_form and self.keeps and (codec := codec_of_results(self.codec)) is not None:
+        if self._keeps_form and self.needs_undo and (codec := codec_of_results(self.codec)) is not None:
             self._decoder, self._recycle = codec, recycle
             self._drop_y()
 
@@ -421,7 +421,7 @@ class EncodedBucket(ServedBucket):
         self.learn(weight)
 
     def _share_of_inherited(self) -> float:
-        # `finish` has corrected for the total weight. It cannot tell apart what other ranks of this node have inherited.
+        # `finish` has corrected the whole payload for the total weight, together with all inherited residuals of this node.
         return 1.0 if self.assumes_total else super()._share_of_inherited()
 
     def decode(self, body: memoryview) -> bool:

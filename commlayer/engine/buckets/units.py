@@ -32,7 +32,7 @@ class Units:
         """True: this worker has aborted the step. Its weight is then sent as NaN, which makes the total weight NaN on all
         workers."""
 
-    def take(self, other: Units) -> None:
+    def copy_from(self, other: Units) -> None:
         self.weight, self.scale, self.rate = other.weight, other.scale, other.rate
         self.total = other.total
 

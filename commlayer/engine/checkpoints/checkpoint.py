@@ -290,7 +290,7 @@ def server_states(job: DistributedJob, undone: dict[int, int]) -> Files:
                 data = job.uplink.fetch_state(server, bucket.id, undone.get(bucket.id, 0))
                 tensors |= {f"{bucket.id}.{name}": t for name, t in safetensors.torch.load(data).items()}
             contents[f"server-{server}"] = tensors
-    job.worker.acknowledge_rollbacks()  # on all ranks, although only one rank reported to each server
+    job.worker.acknowledge_rollbacks()  # on all ranks: one rank has reported to each server for all of them
     return contents
 
 

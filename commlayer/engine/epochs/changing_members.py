@@ -145,8 +145,8 @@ class ChangingMembers(FixedMembers):
         self._rows.start(*map(float, chain.from_iterable(self._proposals())))
 
     def _proposals(self) -> list[EpochProposal]:
-        """Returns the next sites that this rank knows of: sites that join, followed by sites that follow results first. Any
-        other sites come later."""
+        """Returns proposals for the next sites, as far as this rank knows them: first sites that join, then sites that first
+        follow results."""
         newest, is_transferring = self._newest.epoch, self._transfer is not None and self._transfer.is_alive()
         new = group_by_site(m for m in newest.members if m.rank not in self.admitted)
         if self._joining or self._following or is_transferring:
@@ -236,7 +236,8 @@ class ChangingMembers(FixedMembers):
         return self._whole_sites({rank for rank in self._row_members if rank not in received})
 
     def continue_without_departed(self) -> None:
-        # A row that is not sent yet belongs to a call of a component at the end of a step; servers may have another plan.
+        # Only a row that has been sent is completed here. An unsent one belongs to the end of a step, and servers may have
+        # switched to another plan.
         if self._rows.sent or self._received is not None:
             self.settle()
         if gone := self._departed():
@@ -265,8 +266,8 @@ class ChangingMembers(FixedMembers):
         self._joined = worker.now.joined = context.rows.transport.joined = joining[-1].number
         self._await_epoch(joining)
         new = [*map(self._member, joining)]
-        # The new workers send the next row, so the server must have finished this one. They start without members that have not
-        # sent this row; the others continue without them after this exchange.
+        # New workers send the next row, so the server must have finished this one. Members that have not sent this row are not
+        # members of the new workers' epoch, and the other workers drop them after this exchange.
         epoch, gone = context.uplink.epoch, self._missing()
         before, givers = epoch.members, [m for m in epoch.members if m.rank not in gone]
         epoch = structs.replace(epoch, generation=epoch.generation + len(gone) + len(new), members=(*givers, *new))

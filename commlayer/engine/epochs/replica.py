@@ -269,8 +269,8 @@ class Replica:
         return {f"{OWN}{name}": t for name, t in (tensors | {HEAD: head}).items()}
 
     def install(self, transfer: GivenState, tensors: Mapping[str, torch.Tensor], check: Callable[[Plan], None]) -> TakenState:
-        """Installs the state of a running job that this rank joins, as `received` returns it. `check` receives the plan. Raises
-        ValueError if the state does not fit."""
+        """Installs the state of a running job that this rank joins, as `decode_state` returns it. `check` receives the plan.
+        Raises ValueError if the state does not fit."""
         plan = records.decode(transfer.plan, Plan, "plan of the running job")
         check(plan)
         restore = self._install(transfer, tensors, "E-JOIN-STATE", "joining a running job")
@@ -365,7 +365,7 @@ class Replica:
         return restore
 
 
-def received(own: bytes, common: bytes) -> tuple[GivenState, dict[str, torch.Tensor]]:
+def decode_state(own: bytes, common: bytes) -> tuple[GivenState, dict[str, torch.Tensor]]:
     """Decodes the state of a running job, as `Replica.encoded` returns it."""
     try:
         tensors = safetensors.torch.load(own) | (safetensors.torch.load(common) if common else {})

@@ -47,7 +47,8 @@ class NewestEpoch:
         self.epoch = epoch
 
     def run(self, act: Callable[[Epoch], T]) -> T:
-        """Runs `act` with the newest epoch; again, from its start, whenever a worker that takes part leaves meanwhile."""
+        """Runs `act` with the newest epoch. If a worker that takes part leaves during the call, runs it again from its
+        start."""
         while True:
             try:
                 return act(self.epoch)
@@ -242,7 +243,7 @@ class StateRelay:
         self._partners |= {*among}
         self._check(own, self._most_nbytes, self._first)
         self._check(common, self._most_nbytes - own, self._first)
-        # Among these workers others never take part in another transfer, so the numbers of workers name it.
+        # The first new worker and the numbers of givers and new workers identify a transfer in this epoch.
         return _Transfer(f"{self._name}/{new[0]}.{len(givers)}.{len(new)}", own, common, givers, new)
 
     def _check(self, nbytes: int, most_nbytes: int, giver: int) -> int:

@@ -104,7 +104,8 @@ class AveragingGuard:
         if not (mine := self.held.parameter_numbers(optimizer)):
             return
         if not self.step_is_running and find_closure(args, kwargs) is not None:
-            # An exchange by the closure counts. A step that this one has called used the same gradients.
+            # An exchange that the closure made counts. A nested step used the same gradients, so what counted before this step
+            # decides.
             self._refuse_unaveraged(optimizer, mine, self._late(optimizer, mine, *self._begun))
         for number in mine:
             self._stepped_at[number] = self._exchanges

@@ -15,7 +15,7 @@ import torch
 from commlayer.cluster.processes.collectives import Groups
 from commlayer.compressors.feedback import find_residual
 from commlayer.engine.buckets.bucket import EncodedBucket, WorkerBucket
-from commlayer.engine.job.codec_floor import exchanges_gradients, lossy
+from commlayer.engine.job.codec_floor import exchanges_gradients, is_lossy
 from commlayer.engine.worker.worker import Worker
 from commlayer.observe.fidelity import Dots
 from commlayer.records import Bucket, Job, Plan
@@ -43,7 +43,7 @@ NOTHING_SAID = Dots(*[math.nan] * 4)
 def compared_buckets(plan: Plan, job: Job) -> list[Bucket]:
     """Returns the lossily compressed buckets whose results belong to the same step as their gradients."""
     return [b for b in plan.buckets
-            if lossy(b) and not job.tensors[b.slices[0].tensor].buffer and not b.stale and exchanges_gradients(b)]
+            if is_lossy(b) and not job.tensors[b.slices[0].tensor].buffer and not b.stale and exchanges_gradients(b)]
 
 
 def piece(worker: Worker, buckets: list[Bucket], number: int, most: int) -> SampledPiece:

@@ -22,8 +22,8 @@ _looked_at: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionar
 
 
 class LocalParameters:
-    """Logs which parameters of an optimizer belong to no attached model: at the optimizer's first step, because by then its
-    models are attached, and when the optimizer has received more parameters."""
+    """Logs which parameters of an optimizer belong to no attached model. It does so at the optimizer's first step, when its
+    models are attached, and again if the optimizer receives more parameters."""
 
     def __init__(self) -> None:
         self._logged: set[tuple[object, ...]] = set()

@@ -36,7 +36,7 @@ from commlayer.engine.epochs.replica import share_optimizer
 from commlayer.engine.hooks.callbacks import after_backward
 from commlayer.engine.job.job import DistributedJob
 from commlayer.engine.model.digests import DigestPiece, Digests, pieces
-from commlayer.engine.model.optimizer_settings import differences, digest, read_optimizer_settings, structural
+from commlayer.engine.model.optimizer_settings import differences, digest, is_structural, read_optimizer_settings
 from commlayer.engine.model.optimizer_state import state_digests
 from commlayer.engine.model.optimizers import HeldParameters, watch
 from commlayer.engine.model.shard_parameters import TensorPart, comparable_parts, is_sharded, local_elements
@@ -404,7 +404,7 @@ class ParameterDrift(Component):
         at, copied = f"step {self._step}: ", "rank 0's state" if optimizer else "rank 0's weights"
         if self._reaction == "end":
             raise CommError(f"{at}{what}{self._remedy}; drift=\"warn\" would continue", code="E-REPLICAS")
-        if bad := [name for name in unlike if structural(name)]:
+        if bad := [name for name in unlike if is_structural(name)]:
             raise CommError(f"{at}{what}; ranks that differ in {bad[0]} cannot use rank 0's state: start "
                             'all ranks with the same, or use drift="warn"', code="E-REPLICAS")
         for tensor in tensors:

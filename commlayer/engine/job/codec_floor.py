@@ -15,7 +15,7 @@ from msgspec import structs
 from commlayer.codec_spec import parse_spec
 from commlayer.compressors import Codec, make_codec, parse, wrap
 from commlayer.compressors.feedback import Momentum
-from commlayer.engine.job.plan_checks import unsuited
+from commlayer.engine.job.plan_checks import node_problems
 from commlayer.records import Bucket, Plan, Spec
 
 DENSE = "identity()"
@@ -51,14 +51,14 @@ def codecs_above_floor(floor: float, texts: list[str]) -> list[str]:
     return [*fine_enough, f"topk(ratio={floor:.3g})"] if 0 < floor < finest else fine_enough
 
 
-def lossy(bucket: Bucket) -> bool:
+def is_lossy(bucket: Bucket) -> bool:
     """Returns True if any of the bucket's codecs loses information."""
     return bucket.path != "allreduce" and any(level(codec, bucket.spec) < 1 for codec in _codecs(bucket))
 
 
 def lowest(plan: Plan) -> float:
     """Returns the precision level of the coarsest codec in the plan; 1 if all buckets are sent without loss."""
-    return min((level(codec, b.spec) for b in plan.buckets if lossy(b) for codec in _codecs(b)), default=1.0)
+    return min((level(codec, b.spec) for b in plan.buckets if is_lossy(b) for codec in _codecs(b)), default=1.0)
 
 
 def carries_gradients(codec: Any) -> bool:
@@ -77,14 +77,14 @@ def exchanges_gradients(bucket: Bucket) -> bool:
 def raise_precision(plan: Plan, floor: float, nodes: int, *, cuda: bool = False) -> Plan:
     """Returns the plan with all codecs at precision level `floor` or above. A bucket is sent uncompressed if none of the finer
     codecs supports its path."""
-    buckets = tuple(_raise_bucket_precision(plan, b, floor, nodes, cuda) if lossy(b) else b for b in plan.buckets)
+    buckets = tuple(_raise_bucket_precision(plan, b, floor, nodes, cuda) if is_lossy(b) else b for b in plan.buckets)
     return structs.replace(plan, buckets=buckets)
 
 
 def nbytes(plan: Plan) -> float:
     """Returns an upper bound for the bytes that a worker sends and receives in a step, for comparing two plans of the same job.
     """
-    return sum(make_codec(b).bound(b.spec) + (wrap(parse(b.down or b.codec)).bound(b.spec)) if lossy(b) else 8 * b.numel
+    return sum(make_codec(b).bound(b.spec) + (wrap(parse(b.down or b.codec)).bound(b.spec)) if is_lossy(b) else 8 * b.numel
                for b in plan.buckets)
 
 
@@ -97,7 +97,7 @@ def _raise_bucket_precision(plan: Plan, bucket: Bucket, floor: float, nodes: int
         return bucket
     for candidate in _candidates(bucket, floor):
         alone = structs.replace(plan, buckets=(candidate,), fragments=1)
-        if not unsuited(alone, nodes, plan.ranks_per_node, cuda=cuda):
+        if not node_problems(alone, nodes, plan.ranks_per_node, cuda=cuda):
             return candidate
     return bucket
 

@@ -10,7 +10,7 @@ from commlayer import planner, records
 from commlayer.cluster.calls.messages import MAX_PLAN_NBYTES
 from commlayer.cluster.calls.sanitize import REASON_CHARS
 from commlayer.cluster.processes.collectives import Groups
-from commlayer.engine.job.plan_checks import unsuited
+from commlayer.engine.job.plan_checks import node_problems
 from commlayer.engine.sync.sync_modes import Forbids, used_sync_modes
 from commlayer.errors import CommError, InvalidInput, short_line
 from commlayer.records import Job, Plan
@@ -73,7 +73,7 @@ def check_plan(
 ) -> None:
     """Raises ValueError with the first reason why this plan cannot run in this job. `forbids` returns why the job cannot use a
     sync mode, or ""."""
-    problems = planner.verify(plan, job) or unsuited(
+    problems = planner.verify(plan, job) or node_problems(
         plan, nodes, per_node, cuda=device.type == "cuda", reachable=reachable) or \
         [f"{what}: {why}" for mode, what in used_sync_modes(plan) if (why := forbids(mode))]
     if problems:

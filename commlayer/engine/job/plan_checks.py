@@ -14,7 +14,7 @@ from commlayer.planner.buckets import divide_into_fragments
 from commlayer.records import MAX_FRAME_NBYTES, Bucket, Plan
 
 
-def unsuited(plan: Plan, nodes: int, per_node: int, *, cuda: bool = False, reachable: bool = True) -> list[str]:
+def node_problems(plan: Plan, nodes: int, per_node: int, *, cuda: bool = False, reachable: bool = True) -> list[str]:
     """Returns all reasons why a plan cannot run on these nodes, one per line, the same on every rank. `cuda`: the model is on
     GPUs. `reachable`: True if nodes can connect to one another, so that collectives can span them."""
     try:

@@ -143,7 +143,7 @@ class RunEvents:
             return None
         try:
             loss = float(self._loss)
-        except RuntimeError as error:  # of the device; whatever else uses the device reports it as well
+        except RuntimeError as error:  # a GPU error, which the next operation on the GPU raises as well
             self._loss = None
             self.text(f"the loss at step {self._last} could not be read: {short_line(error, 200)}", logging.WARNING)
             return None

@@ -68,7 +68,7 @@ def check_optimizer(optimizer: Any) -> None:
                            "torch.optim.Optimizer; for a wrapper, pass the optimizer inside to attach(), and step the wrapper")
 
 
-def structural(name: str) -> bool:
+def is_structural(name: str) -> bool:
     """Returns True if ranks that differ in this setting cannot use each other's optimizer state."""
     return name.partition(" ")[0] in ("optimizer", "number", "parameters")
 

@@ -48,8 +48,8 @@ class OptimizerMemory:
         return learning_rate(self._optimizer, 1.0)
 
     def gradient_effect(self, number: int) -> float:
-        """Returns the weight change, as local steps exchange it, that has the same effect as a gradient of 1 in a synchronous
-        step; 0 if this ratio is not a constant."""
+        """Returns which exchanged weight change of local steps has the same effect as a gradient of 1 in a synchronous step. 0
+        if this ratio is not a constant."""
         optimizer, p = self._optimizer, self._parameters[number]
         if type(optimizer) is not torch.optim.SGD or self.outer.momentum or self.outer.matched:
             return 0.0

@@ -114,7 +114,7 @@ def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     while place:
         place -= 1
         if _running[place].thread == thread and _running[place].optimizer() is optimizer:
-            # Steps that were called inside this one and have raised end with it.
+            # A step that was called inside this one and raised an exception has not been removed yet.
             _running[place:] = [step for step in _running[place:] if step.thread != thread]
             break
     for watcher in tuple(_watchers):

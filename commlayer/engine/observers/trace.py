@@ -217,8 +217,8 @@ def _predicted(context: DistributedJob, nodes: int) -> tuple[Prediction | None, 
 
 
 def _events(step: RecordedStep, origin: Sequence[int]) -> Iterator[TraceEvent]:
-    """Yields the events of a recorded step in the form in which they are compared: with computation and the step itself, and
-    with bucket ids as before lowering (the division of the plan into executable buckets)."""
+    """Yields the events of a recorded step in the form in which they are compared. Computation and the step itself are events,
+    too. Bucket ids are those before lowering, which divides the plan into executable buckets."""
     backward_s = step.marks["backward"]
     first_s = min(step.ready.values(), default=backward_s)
     yield TraceEvent("forward", NO_BUCKET, 0.0, first_s)

@@ -114,7 +114,7 @@ class BucketProgram:
                 place(state, where)
             sums: Array = torch.zeros(spec.numel, device=where)
             acc = None if step.first else accumulator(sums if on_device else sums.numpy())
-            given = torch.zeros(numel if step.first and self._codec.keeps else 0, device=where)
+            given = torch.zeros(numel if step.first and self._codec.needs_undo else 0, device=where)
             coders.append(_Coder(span, spec, state, acc, given))
         self._coders[step.number] = coders
         shape = (len(coders), 1, self._slot_nbytes(step.widest))

@@ -157,7 +157,8 @@ class _Walk:
         return step if self.active else None
 
     def _sender(self) -> int:
-        """Returns a number that is equal on ranks whose values are sums over the same ranks, and different otherwise."""
+        """Returns a number that identifies this rank's value. It is equal on two ranks if their values are the same sum, and
+        otherwise different."""
         nodes, per_node, node, local = self.place
         one_node = not self.summed & {"net", "all"}
         one_local = not self.summed & {"node", "all"}

@@ -22,8 +22,8 @@ from commlayer.transport.protocol import peer_name
 
 class NodeReduce(Path[ServedBucket]):
     """Wraps the exchange with servers for nodes with several ranks. Every rank of a node has all of the path's buckets, and
-    encodes those that it owns. A lane distributes results in an order that is the same on all ranks of the node, so the
-    training threads of these ranks need not wait at the same time."""
+    encodes those that it owns. A lane distributes results in the same order on all ranks of the node. The training threads of
+    these ranks therefore need not wait at the same time."""
 
     ordered = True
 

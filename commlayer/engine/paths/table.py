@@ -45,7 +45,7 @@ class PathTable(NamedTuple):
             self.exchange.stalled(bucket, step, missing)
 
     def awaited(self, bucket: WorkerBucket) -> tuple[str, ...]:
-        """Returns the names of the peers because of which a bucket that uses a server has no result yet."""
+        """Returns the names of the peers for which the result of a bucket waits; none for a bucket that uses no server."""
         return () if self.exchange is None else self.exchange.awaited(bucket)
 
     def drain(self, timeout_s: float) -> bool:

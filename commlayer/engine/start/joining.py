@@ -24,7 +24,7 @@ from commlayer.compressors import restore, snapshot
 from commlayer.config import Config, continue_wait_s, reconnect_window_s
 from commlayer.engine.buckets.bucket import EncodedBucket
 from commlayer.engine.epochs.changing_members import ChangingMembers, new_world
-from commlayer.engine.epochs.replica import Replica, TakenState, received
+from commlayer.engine.epochs.replica import Replica, TakenState, decode_state
 from commlayer.engine.epochs.state_relay import NewestEpoch, StateRelay
 from commlayer.engine.job.job import DistributedJob
 from commlayer.engine.job.plan_terms import PlanTerms
@@ -131,9 +131,9 @@ class _StateReceiver:
         return taken
 
     def _take_state(self, own: bytes, common: bytes) -> TakenState | ResultFollower:
-        """Installs the state, or begins to follow the exchanges. The method may be called again with equal values, as the next
-        ones."""
-        given, tensors = received(own, common)
+        """Installs the state, or begins to follow the exchanges. This method and the next two may be called again with
+        equal values."""
+        given, tensors = decode_state(own, common)
         if not given.follow:
             return self._replica.install(given, tensors, self._fits)
         plan = records.decode(given.plan, Plan, "plan of the running job")
@@ -144,14 +144,14 @@ class _StateReceiver:
         return self._follower
 
     def _take_snapshot(self, follower: ResultFollower, own: bytes, common: bytes) -> tuple[int, dict[str, torch.Tensor]]:
-        given, tensors = received(own, common)
+        given, tensors = decode_state(own, common)
         follower.begin(given.step, given.row, *self._replica.common(tensors))
         return given.counted, tensors
 
     def _take_rest(
         self, follower: ResultFollower, counted: int, tensors: Mapping[str, torch.Tensor], own: bytes, common: bytes,
     ) -> TakenState:
-        given, rest = received(own, common)
+        given, rest = decode_state(own, common)
         complete = self._replica.completed(rest, tensors, *follower.advance(given.step))
         return self._replica.install(given, complete, self._fits)._replace(followed=given.counted - counted)
 

@@ -144,7 +144,7 @@ class StartExchange:
         problem = find_mismatch(rows, members.ranks, own_servers=not config.join)
         if not problem and any(row.model != mine.model for row in rows):
             problem = other_model(rows, members, job, config.join_deadline_s)
-        differs = describe_differences(rows, members.ranks)
+        differs = describe_optimizer_differences(rows, members.ranks)
         if not problem and differs and config.drift != "warn":
             problem = f'{differs}; they must be the same on all ranks, or set drift="warn" to train with different ones'
         if problem:
@@ -288,7 +288,7 @@ def tensor_text(tensor: TensorInfo) -> str:
     return f"{'buffer ' * tensor.buffer}{tensor.name} of shape {tensor.shape}{dtype}"
 
 
-def describe_differences(rows: Sequence[RankRow], ranks: Sequence[int]) -> str:
+def describe_optimizer_differences(rows: Sequence[RankRow], ranks: Sequence[int]) -> str:
     """Returns one line with the differences between the ranks' optimizers; "" if the optimizers are equal."""
     differences = optimizer_settings.differences([row.settings for row in rows])
     return "; ".join(f"{name}: {_group_ranks_by_value(values, rows, ranks)}" for name, values in [*differences.items()][:NAMED])

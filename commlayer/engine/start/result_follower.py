@@ -119,7 +119,7 @@ class ResultFollower:
                          for fragment in self._fragments for b in fragment}
         self._rows = _Stream(link, ROW_BUCKET, 0, given, given.row, ROWS_AHEAD) if given.matched else None
         if self._rows is not None:
-            self._rows.set_first_needed(sys.maxsize)  # until the state that was current before one of these rows arrives
+            self._rows.set_first_needed(sys.maxsize)  # all earlier rows may be lost until begin() knows which one is needed
         self._units = Units(given.first_world)
         self._step, self._row = given.step, given.row
         """The exchange, and the first row, of which nothing is applied to the state yet."""

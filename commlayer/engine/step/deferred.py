@@ -16,9 +16,9 @@ _waits: Any = WeakIdKeyDictionary()
 
 
 class _Deferred:
-    """Base class of the classes that deferred objects have meanwhile. The second base is the object's own class."""
+    """Base class of the temporary classes of deferred objects. The second base of such a class is the object's own class."""
 
-    # The own class's version reads the class before the contents, so the class must be restored first.
+    # The own class's methods read the class first, then the contents. _fetch() therefore restores the class before the call.
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _fetch(self).__reduce_ex__(protocol)
 

@@ -60,7 +60,7 @@ class ExchangeSchedule(Component):
     def local(self) -> OuterSteps | None:
         return self._context.local
 
-    def count(self, scale: float, *, adds: bool = True) -> bool:
+    def count_backward(self, scale: float, *, adds: bool = True) -> bool:
         """Counts a backward pass of a loss times `scale` that has just ended. Returns True if the pass belonged to a local
         step.
 
@@ -88,7 +88,9 @@ class ExchangeSchedule(Component):
     def _add_residuals(self, local: OuterSteps, scale: float = 1.0) -> None:
         """Adds pending residuals to the gradients of a loss times `scale`."""
         units, weight = self._worker.units, local.weights.weight
-        if weight:  # a pending residual is a part of the mean; this worker's gradients will be multiplied by its weight
+        if weight:
+            # The exchange multiplies this worker's gradients by its weight. A pending residual is already a part of the mean,
+            # so it is divided by that weight here.
             local.pending_residuals.add_to_gradients(scale * units.total / (weight * units.members))
 
     def _local_step(self, counts: bool) -> bool:

@@ -92,10 +92,11 @@ class StepLoop(Component):
         worker.ready(number, gradient)
 
     def count_local(self, *, adds: bool = True) -> bool:
-        """Counts a local step if the plan has local steps; see ExchangeSchedule.count. Returns True if it was a local step."""
+        """Counts a local step if the plan has local steps; see ExchangeSchedule.count_backward. Returns True if it was a local
+        step."""
         if self.local:
             self._uneven.check_entered()
-        if not self._schedule.count(loss_scale(self._scaler), adds=adds):
+        if not self._schedule.count_backward(loss_scale(self._scaler), adds=adds):
             return False
         self._finite.check_local_step()
         begin = time.perf_counter()
@@ -105,7 +106,7 @@ class StepLoop(Component):
 
     def new_plan(self) -> None:
         if self.local:
-            self._use.note_written(keeps=False)  # local steps have no averages to watch
+            self._use.note_written(can_roll_back=False)  # local steps have no averages to watch
 
     def average(
         self, leftovers: Sequence[torch.Tensor | None], targets: Callable[[], Sequence[torch.Tensor | None]],
@@ -192,7 +193,7 @@ class StepLoop(Component):
         """Starts to observe whether the script applies or clears the averages in `.grad`. `known`: parameters whose averages
         have already been reported as applied or discarded."""
         self._finite.check_averages()
-        self._use.note_written(keeps=self.worker.keeps, known=known)
+        self._use.note_written(can_roll_back=self.worker.can_roll_back, known=known)
 
     def observe(self, *, between: bool = True) -> None:
         """Runs the components after averages are written; one of them might switch to another plan.

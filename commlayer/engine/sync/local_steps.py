@@ -362,7 +362,7 @@ class OuterSteps:
         tensors = self._tensors(buffers)
         worker.wait(deadline_s, fragment.number)
         norms = [] if self._norms is None else self._norms.read()
-        # Without weight no worker has trained, or only those that have just joined are left.
+        # The total weight is 0 if no worker has trained, or if all workers that remain have just joined.
         has_weight, square = worker.has_weight(fragment.number), 0.0
         finite = not has_weight or worker.write([fragment.changes.get(n) for n in range(len(tensors))], fragment.number)
         if finite:

@@ -68,13 +68,13 @@ class AverageUse:
         """True: hooks on the parameters are registered, which is not the case during the first backward pass."""
         return bool(self._of_parameters)
 
-    def note_written(self, *, keeps: bool, known: Collection[int] = ()) -> None:
-        """Starts to observe the averages that a step has written into `.grad`. `keeps`: True if part of the exchange could be
-        rolled back. `known`: numbers of tensors whose averages have already been applied."""
+    def note_written(self, *, can_roll_back: bool, known: Collection[int] = ()) -> None:
+        """Starts to observe the averages that a step has written into `.grad`. `can_roll_back`: True if part of the exchange
+        can be rolled back. `known`: numbers of tensors whose averages have already been applied."""
         self._open.clear()
-        if keeps != self.watching:
-            self._watch() if keeps else self._remove_parameter_hooks()
-        if keeps:
+        if can_roll_back != self.watching:
+            self._watch() if can_roll_back else self._remove_parameter_hooks()
+        if can_roll_back:
             final = frozenset(known).union(*map(self._held.parameter_numbers, self._held.stepping()))
             self._open = {n: p.grad._version for n, p in enumerate(self._parameters) if p.grad is not None and n not in final}
             self._shards = {n: weakref.ref(grad) for n in self._open
@@ -123,8 +123,8 @@ class AverageUse:
         self._open.pop(number, None)
 
     def _added_to_shard(self, number: int) -> None:
-        """Reports cleared averages. FSDP calls no hook before it adds to a gradient, so this runs after the first one has
-        changed: a zero of that one which was written in place is not noticed."""
+        """Reports cleared averages. FSDP calls no hook before it adds to a gradient, so this method runs after the first
+        gradient has changed. If the script cleared that gradient in place, this is not noticed."""
         written, self._shards = self._shards[number](), {}
         if number in self._open and written is not self._parameters[number].grad:
             self._report(number)

@@ -13,7 +13,7 @@ from commlayer.errors import InvalidInput
 from commlayer.optim.lazy import LazyOptimizer
 
 
-def checked(clip_grad_norm: Any, optimizer: Any) -> float | None:
+def check_clip_grad_norm(clip_grad_norm: Any, optimizer: Any) -> float | None:
     """Returns the argument clip_grad_norm as a number, or None. Raises ValueError if it is not a finite positive number, or if
     there is no supported optimizer at whose step to clip."""
     if clip_grad_norm is None:

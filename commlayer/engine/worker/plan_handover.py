@@ -30,7 +30,7 @@ def hand_over(
     which the job began. `pending`: gradients that are pending under local steps.
     """
     after.now.number, after.now.joined = before.step, before.now.joined
-    after.units.take(before.units)
+    after.units.copy_from(before.units)
     if before.plan.steps_locally != after.plan.steps_locally:
         after.units.rate = rate
     copy_known_values(before.shared_buffers, after.shared_buffers)

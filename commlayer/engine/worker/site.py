@@ -105,6 +105,6 @@ class LocalSite:
             raise CommError("has failed to exchange its shards: see the error on that rank",
                             peer=peer_name(self._first + int(outcome.failed) - 1), code="E-OTHER-RANK")
         if outcome.weight != -outcome.minus_weight:
-            raise InvalidInput("E-WEIGHT", f"weights of {-outcome.minus_weight:g} and {outcome.weight:g} in one site: FSDP "
+            raise InvalidInput("E-WEIGHT", f"got weights {-outcome.minus_weight:g} and {outcome.weight:g} in one site: FSDP "
                                            "averages over the ranks of a site without weights, so give them equal ones")
         return outcome, {tensor for tensor, flag in zip(asked, shared[len(own) :], strict=True) if flag}

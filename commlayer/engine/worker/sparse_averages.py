@@ -38,7 +38,7 @@ def stepped_lazily(optimizer: Any, parameters: Sequence[nn.Parameter]) -> dict[i
             if id(p) in held and p.numel() >= LEAST and p.device.type == "cpu" and p.is_contiguous()}
 
 
-def joined(parts: Sequence[tuple[torch.Tensor, torch.Tensor]], shape: torch.Size) -> torch.Tensor | None:
+def join_parts(parts: Sequence[tuple[torch.Tensor, torch.Tensor]], shape: torch.Size) -> torch.Tensor | None:
     """Returns one gradient that joins the sparse entries of a tensor's parts, in order. Returns None if there are too many
     entries, or if some entries are not finite."""
     room = shape.numel() // MOST
@@ -74,7 +74,7 @@ class SparseGradients:
         if not self._lazily or plan.steps_locally or not worker.alone:
             return
         for bucket in worker.buckets:
-            # Of a higher ratio, results would be made dense anyway, at a higher cost than decoding.
+            # Entries of a codec with a higher ratio would be made dense anyway, which costs more than decoding.
             if isinstance(bucket, EncodedBucket) and getattr(sparse_result_codec(bucket.codec), "ratio", 0.0) <= 1 / MOST:
                 numbers = {s.tensor for s in bucket.slices}
                 if numbers & self._lazily.keys() and all(n in self._lazily or tensors[n].numel < LEAST for n in numbers):
@@ -85,7 +85,7 @@ class SparseGradients:
         Worker.finish."""
         used = worker.used() if self._lazily else []
         entries = {number: parts for number in self._lazily if used[number] and (parts := worker.entries(number)) is not None}
-        gradients = {number: joined(parts, self._parameters[number].shape) for number, parts in entries.items()}
+        gradients = {number: join_parts(parts, self._parameters[number].shape) for number, parts in entries.items()}
         return {number: gradient for number, gradient in gradients.items() if gradient is not None}
 
     def dense(self, number: int, gradient: torch.Tensor) -> torch.Tensor:

@@ -101,7 +101,7 @@ class Worker:
         """Lists of buckets that are exchanged together: a single list, except for local steps in fragments. The buckets of
         `late` are not in it."""
         late = [bucket for bucket in self.buckets if bucket.late]
-        self.tracked = any(bucket.keeps for bucket in self.buckets)
+        self.tracked = any(bucket.needs_undo for bucket in self.buckets)
         """True: averages of a step that are not applied must be rolled back in the residuals. The value is the same on all
         ranks."""
         self._looks = self.tracked or bool(late) or plan.steps_locally
@@ -295,7 +295,7 @@ class Worker:
         are finite.
 
         The result must be the same on all ranks, because False leads to communication. The plan therefore decides whether
-        values are checked, and not the property `keeps`.
+        values are checked, and not the property `can_roll_back`.
         """
         exchange = bucket.exchange
         if not bucket.served and bucket.memory.facts_y is not None and not bucket.buffer:
@@ -324,7 +324,7 @@ class Worker:
         self.tentative = not all(applied)
         self._finalize(applied)
         # Recorded steps keep their memory: measurements read the last step's results.
-        if self._nbytes >= LARGE_NBYTES and not self.keeps and not self.recorder.on:
+        if self._nbytes >= LARGE_NBYTES and not self.can_roll_back and not self.recorder.on:
             self._give_back()
         self.counters.exchanges += 1
         self._next(computes=computes)
@@ -513,7 +513,7 @@ class Worker:
         return {s.tensor for bucket in self.buckets if not bucket.late and not bucket.ledger.finite for s in bucket.slices}
 
     @property
-    def keeps(self) -> bool:
+    def can_roll_back(self) -> bool:
         """True: some of the last step's averages can be rolled back if they are not applied. Ranks can differ."""
         return self.tracked or bool(self.late) or any(bucket.ledger.sent is not None for bucket in self.buckets)
 

@@ -67,7 +67,7 @@ def parse_receiver(text: str) -> Receiver:
     if kind == "mailto":
         address, program = text.removeprefix("mailto:"), shutil.which("sendmail", path="/usr/sbin:/usr/lib:/usr/bin:/sbin")
         if not re.fullmatch(r"[^\s@<>,;:]+@[^\s@<>,;:]+", address):
-            raise InvalidInput("E-CLI-OPTION", f"--alert mailto:...: not one address; allowed are {ALLOWED}")
+            raise InvalidInput("E-CLI-OPTION", f"--alert mailto:...: is not one e-mail address; allowed are {ALLOWED}")
         if program is None:
             raise InvalidInput("E-CLI-OPTION", "--alert mailto:...: this machine has no program sendmail: install one, or use "
                                                "ntfy://TOPIC or a webhook")
@@ -139,7 +139,8 @@ class Alerts:
             self._thread.start()
 
     def apply(self, view: JobView, event: Event, sentences: Sequence[str]) -> None:
-        """Takes an event that `view` has applied, with its sentences, of which the last one is about the end of a run."""
+        """Sends alerts for an event that `view` has applied. `sentences`: the event in words; the last sentence is the alert's
+        text."""
         for cause, about in causes(view, event):
             key = view.job.run, cause, about
             if key in self._seen or not self._receivers or self._queue.qsize() >= MOST:

@@ -80,8 +80,8 @@ class Costs:
             machine.joules, machine.pending_s = machine.joules + machine.pending_s * watts, 0.0
 
     def _turn(self, month: str, run: str) -> None:
-        """Begins again what belongs to another month or to another run. Bytes before the first event of a month belong to the
-        month before, also if a clock goes back."""
+        """Restarts the counts that belong to a month or a run if another one has begun. Bytes before a month's first event
+        belong to the month before, also if a clock goes back."""
         ledger = self._ledger
         if month > ledger.month:
             ledger.month = month

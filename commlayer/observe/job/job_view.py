@@ -277,7 +277,7 @@ class JobView:
         self.recent.append(event)
 
     def _replace_predecessor(self, worker: WorkerView, name: str) -> None:
-        """A machine whose worker has left joins again: the new worker stands for the old one."""
+        """Records that `worker` replaces a worker of the same machine that has left, if there is one."""
         for old in self.workers.values():
             if name and old.name == name and not old.present and old.successor is None and old is not worker:
                 old.successor, worker.returns = worker.number, old.returns + 1

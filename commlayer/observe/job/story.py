@@ -27,7 +27,8 @@ class Story:
         return [*sentences, *([self._end()] if view.over and not over else [])]
 
     def _counts(self, event: Event) -> bool:
-        """Whether the story tells an event that the view has applied. Speeds change often: it tells who is faster."""
+        """Returns whether the story mentions an event that the view has applied. Of speeds it mentions only which of the two is
+        faster, because they change often."""
         match event:
             case AloneEvent():
                 before, self._faster = self._faster, event.over_alone >= 1

@@ -72,7 +72,7 @@ def _merged(pair: Sequence[Point]) -> Point:
 
 
 class RunRecord:
-    """A job's view with what happened before: curves, and notable events in words."""
+    """A job's present view with its history: curves, and notable events in words."""
 
     def __init__(self) -> None:
         self.view, self.curves = JobView(), RunCurves()

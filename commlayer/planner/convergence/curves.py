@@ -115,12 +115,12 @@ class ConvergenceCurves:
         return group or list(here.values())
 
     def _unmeasured(self, mode: ExchangeMode, kind: str, point: Point) -> float:
-        """Estimates an unmeasured codec kind by the first of these that was measured in this mode: the next coarser kind, the
-        worst kind of its family, of its group, of all. The estimate is at least the cost of blocking exchanges, or the cost for
+        """Estimates an unmeasured codec kind by a kind that was measured in this mode: the next coarser one, else the worst one
+        of its family, else of its group, else of all. The estimate is at least the cost of blocking exchanges, or the cost for
         gradients, scaled as for related kinds."""
         kinds, blocking, (x, y) = self._points[mode], self._blocking(mode), point
         near = self._similar_kinds(kind, [k for k in kinds if k != DENSE] or [DENSE])
-        if kind == DENSE:  # costs at most as much as a codec that sends less
+        if kind == DENSE:  # a dense exchange costs at most as much as a codec that sends less
             least = min(self.at(mode, k, (0.0, y)) for k in near)
             return least if blocking is None else max(least, self.at(blocking, kind, point))
         highest = max(self.at(mode, k, point) for k in near)
@@ -165,8 +165,8 @@ class _Grid:
                 self._at[x, y] = value
 
     def __call__(self, point: Point) -> float:
-        """The value at a point. Beyond the last x or y, extrapolates with the last slope, or a larger slope of easier points
-        (smaller x or y): otherwise lines could cross, and a harder point would cost less."""
+        """Returns the value at a point. Beyond the last x or y, extrapolates with the last slope, or with a larger slope of
+        points with smaller x or y. Otherwise lines could cross, and a point that must cost more would cost less."""
         x, y = point
         rows: list[float] = []
         steepest = 0.0
@@ -206,8 +206,9 @@ def _ratio(there: float, before: float) -> float:
 
 
 def _growth(relatives: Iterable[Points], everybody: Collection[Points], before: float, after: float) -> float:
-    """Factor by which the cost grows between two numbers of local steps: the largest among related kinds measured at both, else
-    among all kinds; else the largest cost measured at `after`."""
+    """Returns the factor by which the cost grows between two numbers of local steps. It is the largest factor of the related
+    kinds that were measured at both numbers. Without such a kind it is the largest of all kinds, or else the largest cost
+    measured at `after`."""
     for some in (relatives, everybody):
         ratios = [_ratio(_monotonic(points)[x, after], _monotonic(points)[x, before])
                   for points in some for x, y in points if y == after and (x, before) in points]

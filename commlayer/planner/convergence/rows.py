@@ -115,8 +115,8 @@ LATE_RATIO = 0.01
 
 
 def late_allowed(rows: Iterable[LearningRow], codec: str, optimizer: str) -> bool:
-    """False if `codec` sends at most `LATE_RATIO` of the entries and one-step-late averages were not measured with this kind of
-    codec at this ratio, or a smaller one, for the optimizer's family."""
+    """Returns whether averages under `codec` may be applied one step late. A codec that sends at most `LATE_RATIO` of the
+    entries must have been measured with late averages, at this ratio or a smaller one, for the optimizer's family."""
     core, rows = parse_spec(codec).core, tuple(rows)
     if core.family not in SPARSE or (core.ratio or 1.0) > LATE_RATIO:
         return True

@@ -38,7 +38,7 @@ STREAMED_NBYTES = 12
 
 
 class Plain(Record, frozen=True, tag_field="kind", tag="plain"):
-    """A family in which all codecs cost the same."""
+    """The costs of a family in which all codecs cost the same; see BytesPerElement."""
 
     encode: NotNegative
     decode: NotNegative

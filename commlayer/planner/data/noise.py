@@ -16,7 +16,8 @@ class NoiseLaw(Record, frozen=True):
 
 
 class SizeLaw(Record, frozen=True):
-    """`scale` tokens with `numel` parameters, and in proportion to their number^`exponent`."""
+    """A gradient noise scale that grows with the model: `scale` tokens for `numel` parameters, and for other models in
+    proportion to (number of parameters)^`exponent`."""
 
     scale: Positive
     numel: Positive

@@ -73,7 +73,7 @@ def criteria(template: Template, sizes: Reals) -> Reals:
     busy: dict[str, Reals] = {}
     ends: list[Reals] = []
     at = 0
-    for lanes, after, late in zip(template.shapes[0].lanes, template.shapes[0].after, latency, strict=True):
+    for lanes, after, late in zip(template.graphs[0].lanes, template.graphs[0].after, latency, strict=True):
         longest = zero
         for lane, of_lane in zip(lanes, seconds[at : at + len(lanes)], strict=True):
             busy[lane] = busy.get(lane, zero) + of_lane
@@ -180,9 +180,9 @@ class Catalog:
         return self._costs[recipe]
 
     def useful(self, sort: Contents, octave: int, recipe: Recipe) -> tuple[int, ...]:
-        """Options for buckets with these contents and a size of 2^(octave - 1) to 2^octave elements: all uncompressed ones and,
-        for each level of convergence cost, those that are best by some criterion. Costs are linear, so an option that is best
-        at both ends of the octave is best between them."""
+        """Returns the useful options for buckets with these contents and 2^(octave - 1) to 2^octave elements. These are all
+        uncompressed options and, for each level of convergence cost, the options that are best by some criterion. Costs are
+        linear, so an option that is best at both ends of the octave is best between them."""
         if (sort, octave) not in self._useful:
             dense = [o for o, option in enumerate(self.options) if option.codec == DENSE]
             only = {Contents.DOUBLES: [o for o in dense if self.options[o].path == EXACT], Contents.BUFFERS: dense,
@@ -224,5 +224,5 @@ class Catalog:
             seconds, latency = template.at(np.array([[numels[b]] for b in buckets]))
             done_s = np.insert(np.cumsum(seconds, axis=1), 0, 0.0, axis=1)
             for b, held, own_s, late_s in zip(buckets, np.diff(done_s[:, edges]).tolist(), seconds, latency, strict=True):
-                loads[b], held_s[b] = Load(template.shapes, own_s, late_s, urgencies[b]), held
+                loads[b], held_s[b] = Load(template.graphs, own_s, late_s, urgencies[b]), held
         return [loads[b] for b in range(len(options))], [held_s[b] for b in range(len(options))]

@@ -62,8 +62,8 @@ class Credit:
         self._queue_s, self._full, self._paused = QUEUE_S, False, False
 
     def update(self, now: float, seen: LinkSample) -> None:
-        """Takes a reading. One that includes a pause can only raise the rate: a burst of N bytes that is shorter than a round
-        trip is measured as N bytes per round trip, however fast the link."""
+        """Updates the credit from a reading. A reading that includes a pause can only raise the rate. The reason: N bytes that
+        are sent within less than a round trip are measured as N bytes per round trip, however fast the link is."""
         self._round_trip_s = seen.round_trip_s
         self.due_s = now + max(WINDOW_S, 2 * seen.round_trip_s)
         paused, self._paused = self._paused, False
@@ -109,7 +109,7 @@ class Credit:
         return max(0.0, over / self._best)
 
     def idle(self) -> None:
-        """Records that no frame was waiting to be sent. If the link was idle meanwhile, the sender thread did not wake too
+        """Records that no frame was waiting to be sent. An idle link then does not mean that the sender thread woke too
         late."""
         self._full, self._paused = False, True
 

@@ -39,7 +39,8 @@ class FairShare:
         self._limit, self._forget_s, self._clock = limit, forget_s, clock
         self._lock = threading.Lock()
         self._begin_s, self._total = clock(), 0.0
-        # Amounts are in units of the time when they were taken. Units grow, so earlier amounts need no update.
+        # The unit grows exponentially with time. An amount keeps the size that it was taken with, so it counts less and less
+        # without an update.
         self._used: dict[str, float] = {}
 
     @property

@@ -160,7 +160,7 @@ class GrpcStream:
         with self._changed:
             return self._rate.sample()
 
-    # The methods from here on run on the event loop. These coroutines end with the call.
+    # The methods below run on the event loop. Their coroutines end when the gRPC call ends.
 
     def spawn(self, what: Coroutine[Any, Any, None]) -> None:
         task = self._loop.create_task(what)

@@ -44,7 +44,7 @@ def names() -> dict[str, Any]:
     model = Net()
     plan = planner.default_plan(describe_model(model), codec="fp16()", path="allreduce", servers=0,
                                 ranks_per_node=dist.get_world_size(), fuse_nbytes=1 << 20, cut_nbytes=1 << 22)
-    Path("plan.json").write_text(plan_file.written(plan))
+    Path("plan.json").write_text(plan_file.format_plan(plan))
     loss_model.write(Path("loss.json"), loss_model.LossModel((loss_model.LossPoint("int4", 1.0, 0.001),)))
     dataset = TensorDataset(torch.randn(1024, 256), torch.randint(4, (1024,)))
     last: list[commlayer.Session] = []
