@@ -304,6 +304,11 @@ class Plan(Record, frozen=True):
         """True: each rank applies its own gradients, and exchanges send weight changes instead of gradients."""
         return self.local_steps > 1 or self.codes == "updates"
 
+    @property
+    def synchronous(self) -> bool:
+        """True: each step uses the average of all workers' gradients of that step, apart from compression errors."""
+        return not self.steps_locally and not any(bucket.stale for bucket in self.buckets)
+
 
 def with_updates(plan: Plan) -> Plan:
     """The plan with weight changes exchanged in every step and no bucket applied one step late. (Gradients applied late would

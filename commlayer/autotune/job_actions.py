@@ -188,10 +188,12 @@ class JobActions:
         self._profile = None
         if not self._limited:  # else caps have made the steps longer
             self._contention, self._elsewhere_bps = 0.0, 0.0
+        links = measured_links(context, rows)
         return Measured(
-            tuple(measured_links(context, rows)), median(row.step_s for row in rows),
+            tuple(links), median(row.step_s for row in rows),
             () if any(row.balanced for row in rows) else tuple(row.compute_s for row in rows),
-            tuple(map(context.called, range(len(rows)))), not context.site.shards, self._uncapped(rows))
+            tuple(map(context.called, range(len(rows)))), not context.site.shards,
+            remove_caps(links, [rows[first].uplink_bps for first in groups.first_ranks]))
 
     @property
     def _links_s(self) -> float:
@@ -277,11 +279,6 @@ class JobActions:
     def _planned(self, row: RankMeasurement) -> list[RankMeasurement]:
         """Returns the rows of all ranks, with the upload rates that the caps of homes allow; collective."""
         return gather_rows(self._context.groups, row._replace(up_bps=HOME.allowed_bps(row.up_bps), uplink_bps=row.up_bps))
-
-    def _uncapped(self, rows: Sequence[RankMeasurement]) -> tuple[Link, ...]:
-        """Returns the links without caps; empty if no home is capped."""
-        return remove_caps(measured_links(self._context, rows),
-                           [rows[first].uplink_bps for first in self._context.groups.first_ranks])
 
     @property
     def _limited(self) -> bool:

@@ -8,6 +8,7 @@ fast, training begins with compression only if it makes an exchange faster.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 
 from msgspec import structs
 
@@ -43,7 +44,7 @@ def opening_plan(job: Job, plan: Plan, links: Sequence[Link]) -> Plan | None:
     if took_s < SLOW_S:
         return None
     every = next((every for every in EVERY if every * STEP_S >= took_s), EVERY[-1])
-    largest, fragments = max(plan.buckets, key=lambda bucket: bucket.numel), min(FRAGMENTS, every // 2)
+    largest, fragments = max(plan.buckets, key=attrgetter("numel")), min(FRAGMENTS, every // 2)
     layout = default_plan(job, codec=largest.codec, down=largest.down, path="service", servers=plan.servers,
                           ranks_per_node=plan.ranks_per_node, fuse_nbytes=MAX_BUCKET_NBYTES, cut_nbytes=MAX_BUCKET_NBYTES,
                           fragments=fragments)

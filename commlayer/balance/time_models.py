@@ -118,14 +118,19 @@ Points = Sequence[tuple[int, float]]
 
 
 def fit_line(points: Points) -> LinearTime:
-    """Fits a line by least squares of relative errors, so small batches count as much as large ones."""
-    batches, times = checked_points(points)
-    slope, intercept = np.polyfit(batches, times, 1, w=1 / times)
-    if intercept < 0:
-        slope, intercept = np.sum(batches / times) / np.sum((batches / times) ** 2), 0.0
-    elif slope < 0:
-        slope, intercept = 0.0, 1 / np.mean(1 / times)
-    return LinearTime(float(slope), float(intercept))
+    return LinearTime(*fit_relative(*checked_points(points)))
+
+
+def fit_relative(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
+    """Fits a line by least squares of relative errors, so small values count as much as large ones. Returns its slope and its
+    value at 0 (intercept), neither of which is negative."""
+    table = np.stack([x, np.ones_like(x)], axis=1) / y[:, None]
+    slope, intercept = np.linalg.lstsq(table, np.ones_like(y), rcond=None)[0]
+    if slope < 0 or intercept < 0:
+        # The best line with one of both at 0.
+        only_slope, only_intercept = table.sum(axis=0) / (table**2).sum(axis=0)
+        slope, intercept = (only_slope, 0.0) if intercept < 0 else (0.0, only_intercept)
+    return float(slope), float(intercept)
 
 
 def fit_piecewise(points: Points) -> Piecewise:

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-import numpy as np
-
 from commlayer.codec_spec import LEVEL_BITS
 from commlayer.compressors import kernels, payload
 from commlayer.compressors.codec import FusedCodec, State, check_numel
@@ -42,7 +40,7 @@ class Blockwise(FusedCodec, frozen=True):
 
     def scales_valid(self, scales: Buffer) -> bool:
         """Returns True if each scale is a non-negative number so small that every code times the scale is finite."""
-        return kernels.largest(scales, np.uint16) <= MOST16 - ((self.bits - 1) << 7)
+        return kernels.largest(scales) <= MOST16 - ((self.bits - 1) << 7)
 
     def scales_nbytes(self, numel: int) -> int:
         return self.scale_nbytes * -(-numel // self.block)

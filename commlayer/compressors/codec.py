@@ -251,12 +251,18 @@ class OneRound(Codec, frozen=True):
         """Adds the decompressed parts to `out`, or overwrites `out` with them if `assign` is True. Cannot fail."""
         raise NotImplementedError
 
+    def unpack(self, payload_: Buffer, numel: int) -> tuple[Any, ...] | None:
+        """Checks a complete payload, and returns its parts in the form that `apply` needs. Returns None if the payload is
+        flagged as not finite."""
+        head = payload.read(payload_, self.id, numel)
+        return None if head.flagged else self.check(head, numel)
+
     def decode(self, result: Buffer, state: State, out: Array) -> bool:
-        head = payload.read(result, self.id, len(out))
-        if head.flagged:
+        parts = self.unpack(result, len(out))
+        if parts is None:
             out[:] = NAN
             return False
-        self.apply(self.check(head, len(out)), out, assign=True)
+        self.apply(parts, out, assign=True)
         return True
 
     def new_accumulator(self, spec: Spec, r: int) -> dict[str, Any]:
@@ -264,15 +270,16 @@ class OneRound(Codec, frozen=True):
 
     def add(self, r: int, payload_: Buffer, acc: Any, *, first: bool) -> None:
         total = acc["sum"]
-        head = payload.read(payload_, self.id, len(total))
-        if not head.flagged:
-            self.apply(self.check(head, len(total)), total, assign=first)
+        parts = self.unpack(payload_, len(total))
+        if parts is not None:
+            self.apply(parts, total, assign=first)
         elif first:
             total[:] = 0.0
-        acc["flagged"][0] = head.flagged or (acc["flagged"][0] and not first)
+        acc["flagged"][0] = parts is None or (acc["flagged"][0] and not first)
 
     def add_to(self, payload_: Buffer, out: Array) -> None:
-        self.add(0, payload_, accumulator(out), first=False)
+        if (parts := self.unpack(payload_, len(out))) is not None:
+            self.apply(parts, out, assign=False)
 
     def emit(self, r: int, acc: Any, state: State, out: Out) -> int:
         if acc["flagged"][0]:

@@ -61,8 +61,8 @@ class Identity(_Dense, frozen=True):
         return finite
 
     def decode(self, result: Buffer, state: State, out: Array) -> bool:
-        head = payload.read(result, self.id, len(out))
-        finite = not head.flagged and kernels.of(head.body).scale_f32(out, *self.check(head, len(out)), 1.0)
+        parts = self.unpack(result, len(out))
+        finite = parts is not None and kernels.of(parts[0]).scale_f32(out, *parts, 1.0)
         if not finite:
             out[:] = NAN
         return finite

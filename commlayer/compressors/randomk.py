@@ -77,13 +77,8 @@ class RandomK(FusedCodec, frozen=True):
             k.scatter_add(residual, idx, error)
         return end
 
-    def read(self, result: Buffer, numel: int) -> tuple[Array, Array] | None:
-        """Returns the positions and values of a result. Returns None if the result is flagged as not finite."""
-        head = payload.read(result, self.id, numel)
-        if head.flagged:
-            return None
-        idx, val = self.check(head, numel)
-        return idx, val
+    read = FusedCodec.unpack
+    """Returns the positions and values of a result."""
 
     def check(self, head: payload.Head, numel: int) -> tuple[Any, ...]:
         val = self._values(head, numel)
@@ -96,13 +91,6 @@ class RandomK(FusedCodec, frozen=True):
         if assign:
             out[:] = 0.0
         kernels.host().scatter_add(out, idx, val)
-
-    def add_to(self, payload_: Buffer, out: Array) -> None:
-        """Decompresses the payload and adds it to the dense array `out`. (An accumulator of this codec contains only
-        values.)"""
-        head = payload.read(payload_, self.id, len(out))
-        if not head.flagged:
-            self.apply(self.check(head, len(out)), out, assign=False)
 
     def new_accumulator(self, spec: Spec, r: int) -> dict[str, Any]:
         total = np.zeros(self.entries(spec.numel), np.float32)

@@ -147,10 +147,10 @@ class TopK(_Largest, frozen=True):
     def read(self, result: Buffer, numel: int) -> tuple[Array, Array] | None:
         """Returns the positions (increasing, uint32 stored as int32) and values that `decode` would write; all other elements
         are 0. Returns None if the result is flagged as not finite. Raises CorruptPayload like `decode`."""
-        head = payload.read(result, self.id, numel)
-        if head.flagged:
+        parts = self.unpack(result, numel)
+        if parts is None:
             return None
-        idx, val = self.check(head, numel)
+        idx, val = parts
         return idx, decode_values("int8", val, len(idx)) if self.values == "int8" else val
 
     def read_values(self, body: Buffer, count: int) -> Any:

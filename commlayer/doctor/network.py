@@ -5,12 +5,9 @@ Name lookups use the system's resolver and have no time limit: call them on a th
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import fcntl
 import ipaddress
 import socket
-import struct
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -21,6 +18,7 @@ from commlayer.errors import join_names
 from commlayer.records import Record
 from commlayer.transport import own_address
 from commlayer.transport.flow.pacing import SLOW_BPS
+from commlayer.transport.own_address import Interface
 
 CONNECT_S = 3.0
 IDLE = Path("/proc/sys/net/ipv4/tcp_slow_start_after_idle")
@@ -30,13 +28,6 @@ INSIDE = ("docker", "br-", "veth", "virbr", "cni", "podman", "lxcbr", "vEthernet
 
 
 ADVERTISED = "advertised name"
-
-
-class Interface(Record, frozen=True):
-    """An address of a network interface."""
-
-    name: str
-    address: str
 
 
 class Addresses(Record, frozen=True):
@@ -205,28 +196,13 @@ def is_address(text: str) -> bool:
     return True
 
 
-def own_interfaces() -> tuple[Interface, ...]:
-    """This machine's addresses: the first IPv4 address of each interface, and IPv6 addresses of global scope."""
-    result = []
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):
-                row = fcntl.ioctl(probe, own_address.SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-                result.append(Interface(name, socket.inet_ntoa(row[20:24])))
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/net/if_inet6").read_text().splitlines():
-            digits, _, _, scope, _, name = line.split()
-            if scope == "00":
-                result.append(Interface(name, socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits))))
-    return tuple(result)
-
-
 def own_addresses(towards: str) -> Addresses:
     """Collects this machine's addresses. `towards`: the host for which the machine's own address is chosen, such as
     MASTER_ADDR."""
     host, resolves = socket.gethostname(), lookup_addresses(socket.gethostname())
     chosen = own_address.address_to(towards) if towards else own_address.default_address()
-    return Addresses(own_interfaces(), towards, chosen, host, () if isinstance(resolves, str) else resolves)
+    interfaces = tuple(own for own in own_address.own_addresses() if own.everywhere)
+    return Addresses(interfaces, towards, chosen, host, () if isinstance(resolves, str) else resolves)
 
 
 def address_towards(host: str) -> str:

@@ -142,7 +142,7 @@ def largest_first(sizes: Sequence[int], hosts: int) -> list[int]:
 
 
 def _by_size(sizes: Sequence[int]) -> list[int]:
-    return sorted(range(len(sizes)), key=lambda place: -sizes[place])
+    return sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True)
 
 
 def _spread_in_order(order: Sequence[int], sizes: Sequence[int], hosts: int) -> list[int]:
@@ -284,23 +284,25 @@ def groups(job: Job, limit: BucketLimits) -> list[tuple[Slice, ...]]:
                                            group[0].start))
 
 
-def slices_between(group: Sequence[Slice], start: int, stop: int) -> tuple[Slice, ...]:
-    """Slices of elements [start, stop) of a bucket.
+def cut_slices(slices: Sequence[Slice], ends: Sequence[int]) -> list[tuple[Slice, ...]]:
+    """Cuts the slices of a bucket into parts. `ends`: the bucket's element at which each part ends, except for the last one. A
+    part may be empty.
 
-    >>> slices_between((Slice(3, 0, 10), Slice(4, 5, 9)), 8, 13)
-    (Slice(tensor=3, start=8, stop=10), Slice(tensor=4, start=5, stop=8))
+    >>> cut_slices((Slice(3, 0, 10), Slice(4, 5, 9)), [8])
+    [(Slice(tensor=3, start=0, stop=8),), (Slice(tensor=3, start=8, stop=10), Slice(tensor=4, start=5, stop=9))]
     """
-    parts = []
-    at = 0
-    for part in group:
-        numel = part.stop - part.start
-        first, last = max(start - at, 0), min(stop - at, numel)
-        if first < last:
-            parts.append(Slice(part.tensor, part.start + first, part.start + last))
-        at += numel
-        if at >= stop:
-            break
-    return tuple(parts)
+    parts: list[list[Slice]] = [[]]
+    left, before = list(reversed(ends)), 0
+    for s in slices:
+        start = s.start
+        while left and before + s.stop - s.start >= left[-1]:
+            stop = s.start + left.pop() - before
+            parts[-1] += [Slice(s.tensor, start, stop)] if start < stop else []
+            parts.append([])
+            start = stop
+        parts[-1] += [Slice(s.tensor, start, s.stop)] if start < s.stop else []
+        before += s.stop - s.start
+    return [tuple(part) for part in parts]
 
 
 def classify_contents(job: Job, group: tuple[Slice, ...]) -> Contents:
@@ -315,7 +317,8 @@ def readiness(job: Job, group: tuple[Slice, ...]) -> float:
     """Seconds from the start of backward until all gradients of the bucket are final. Buffers are ready when backward ends."""
     if job.timing is None:
         return 0.0
-    return job.timing.backward_s if is_buffer(job, group) else max(job.timing.ready_s[s.tensor] for s in group)
+    ready_s = job.timing.ready_s
+    return job.timing.backward_s if is_buffer(job, group) else max([ready_s[s.tensor] for s in group])
 
 
 class CutBucket(Protocol):

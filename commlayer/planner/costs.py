@@ -136,12 +136,13 @@ class PathTasks:
         self.held = {g: RankData(flows=groups[g].node.ranks) for g in self.workers}
         self.tasks: list[Task] = []
         for place, op in enumerate(path):
+            self._op = str(op)
             match op.name, op.where:
                 case ("encode" | "decode"), _:
                     for g in self.workers:
                         (self._encode if op.name == "encode" else self._decode)(op, g)
                 case "push", _:
-                    self._push(op)
+                    self._push()
                 case ("pull" | "forward"), _ if emit is not None:
                     self._results(op, path[place + 1 :], emit)
                 case _, "node":
@@ -156,10 +157,11 @@ class PathTasks:
                 self.tasks[i] = task._replace(lanes=((lane, seconds + LinearCost(profile.bucket_s)), *task.lanes[1:]))
 
     def _add(
-        self, op: str, lanes: Sequence[tuple[str, LinearCost]], after: tuple[int, ...], latency: LinearCost = ZERO,
-        nbytes: LinearCost = ZERO,
+        self, lanes: Sequence[tuple[str, LinearCost]], after: tuple[int, ...], latency: LinearCost = ZERO,
+        nbytes: LinearCost = ZERO, *, op: str = "",
     ) -> tuple[int]:
-        self.tasks.append(Task(tuple(lanes), after, latency, op, nbytes))
+        """Adds a task. `op`: if it is not the path's present operation."""
+        self.tasks.append(Task(tuple(lanes), after, latency, op or self._op, nbytes))
         return (len(self.tasks) - 1,)
 
     def _code(self, op: Op, g: int, seconds: LinearCost, cost: CodecCost) -> None:
@@ -175,7 +177,7 @@ class PathTasks:
             seconds *= 1 / group.node.speed
         elif op.where == "cpu" and group.node.device != "cpu":
             seconds += self.profile.copy.of(FLOATS.part(held.part))
-        held.last = self._add(str(op), [(lane, seconds)], held.last)
+        held.last = self._add([(lane, seconds)], held.last)
 
     def _encode(self, op: Op, g: int) -> None:
         held, cost = self.held[g], self.costs[g].up[op.where]
@@ -196,7 +198,7 @@ class PathTasks:
             traffic = collective_traffic(op.name, n)
             seconds = LinearCost(traffic.messages * group.node.intra_alpha_s * self._rounds(g))
             seconds += held.nbytes * (traffic.passes * 8 / group.node.intra_bps)
-            held.last = self._add(str(op), [(f"intra:{group.name}", seconds)], held.last)
+            held.last = self._add([(f"intra:{group.name}", seconds)], held.last)
         self._share(op, g, n)
         if op.name in ("reduce", "gather"):
             held.flows = 1
@@ -224,7 +226,7 @@ class PathTasks:
             rounds = max(self._rounds(g) for g in self.workers)
             seconds = LinearCost(traffic.messages * self._alpha_s() * rounds) + max(wires, key=_slope)
             after = tuple(sorted({i for g in self.workers for i in self.held[g].last}))
-            last = self._add(str(op), [(lane, seconds) for lane in lanes], after, nbytes=nbytes)
+            last = self._add([(lane, seconds) for lane in lanes], after, nbytes=nbytes)
             for g in self.workers:
                 self.held[g].last = last
         for g in self.workers:
@@ -264,7 +266,7 @@ class PathTasks:
         if second:
             del held.split[op.where]
 
-    def _push(self, op: Op) -> None:
+    def _push(self) -> None:
         """Adds uploads from every node to the hosts, which sum in the members' order. A host's own payloads do not cross a
         link."""
         self.arrivals = sum(self.groups[g].workers * self.held[g].flows for g in self.workers)
@@ -272,14 +274,14 @@ class PathTasks:
         for g in self.workers:
             held, group, cost = self.held[g], self.groups[g], self.costs[g].up["server"]
             sent = held.nbytes * held.flows
-            self._transfer(op, g, "up", sent, held.nbytes if held.coder == "gpu" else ZERO)
+            self._transfer(g, "up", sent, held.nbytes if held.coder == "gpu" else ZERO)
             payloads = group.workers * held.flows * held.pieces
             for h, share in self.hosts.items():
                 seconds = LinearCost((cost.decode.floor_s + self.profile.server.floor_s) * payloads,
                                      cost.decode.slope_s * payloads * held.each * share)
                 seconds += sent * (group.workers * share * self.profile.server.slope_s)
-                added[h] = self._add("server.add", [(f"server:{self.groups[h].name}", seconds)],
-                                     tuple(sorted({*held.last, *added[h]})))
+                added[h] = self._add([(f"server:{self.groups[h].name}", seconds)],
+                                     tuple(sorted({*held.last, *added[h]})), op="server.add")
         self.summed = tuple(sorted({i for last in added.values() for i in last}))
 
     def _results(self, op: Op, rest: Path, emit: CodecCost) -> None:
@@ -289,9 +291,9 @@ class PathTasks:
         done, merged = self.summed, 1.0
         if op.name == "pull":
             done = tuple(
-                self._add("server.emit", [(f"server:{self.groups[h].name}",
-                                           LinearCost(emit.encode.floor_s * pieces, emit.encode.slope_s * share))],
-                          self.summed)[0]
+                self._add([(f"server:{self.groups[h].name}",
+                            LinearCost(emit.encode.floor_s * pieces, emit.encode.slope_s * share))],
+                          self.summed, op="server.emit")[0]
                 for h, share in self.hosts.items())
         elif not emit.sums:
             # All payloads concatenated, unless the uncompressed sum is smaller.
@@ -301,9 +303,9 @@ class PathTasks:
         for g in self.workers:
             held = self.held[g]
             held.pieces, held.each, held.last, held.size = merged, held.part, done, emit.nbytes.part(held.part)
-            self._transfer(op, g, "down", held.nbytes * held.flows, held.nbytes if to_gpu else ZERO)
+            self._transfer(g, "down", held.nbytes * held.flows, held.nbytes if to_gpu else ZERO)
 
-    def _transfer(self, op: Op, g: int, end: str, sent: LinearCost, copied: LinearCost) -> None:
+    def _transfer(self, g: int, end: str, sent: LinearCost, copied: LinearCost) -> None:
         """Adds a transfer between a group's nodes and the hosts. `end` is "up" or "down" as the group sees it. `copied`: bytes
         copied between GPU and host memory."""
         group, held, up = self.groups[g], self.held[g], end == "up"
@@ -317,10 +319,9 @@ class PathTasks:
                 host = self.groups[h]
                 ends.append((f"{'down' if up else 'up'}:{host.name}",
                              sent * (others * share * 8 / (host.node.link.down_bps if up else host.node.link.up_bps))))
-        far_s = max([self.groups[h].node.link.alpha_s for h in self.hosts if h != g or self.groups[h].nodes > 1])
-        rounds = max([cost.rounds for cost in self.costs[g].up.values()], default=1)
-        latency = LinearCost((group.node.link.alpha_s + far_s) * rounds) + self.profile.copy.of(copied)
-        held.last = self._add(str(op), [*lanes, *ends] if up else [*ends, *lanes], held.last, latency, sent * away)
+        far_s = max([self.groups[h].node.link.alpha_s for h in self.hosts if h != g or len(self.groups[h].members) > 1])
+        latency = LinearCost((group.node.link.alpha_s + far_s) * self._rounds(g)) + self.profile.copy.of(copied)
+        held.last = self._add([*lanes, *ends] if up else [*ends, *lanes], held.last, latency, sent * away)
 
 
 def _slope(line: LinearCost) -> tuple[float, float]:
@@ -381,7 +382,8 @@ class Prices:
 
     def cost(self, codec: str, device: str, node: Node) -> CodecCost:
         """Cost of a codec on this node's GPU or CPU, from the profile."""
-        for name in (bare(codec), bare(codec).without_shapes()):
+        spec = bare(codec)
+        for name in (spec, spec.without_shapes()) if spec.core.get("shapes") else (spec,):
             for where in (node.device, device) if device == "gpu" else (device,):
                 if (name, where) in self._costs:
                     return self._costs[name, where]

@@ -249,15 +249,8 @@ class Group(NamedTuple):
     """Indices of the group's nodes in the cluster."""
     hosts: bool
     """True: each node of the group runs a summation server."""
-
-    @property
-    def nodes(self) -> int:
-        return len(self.members)
-
-    @property
-    def workers(self) -> int:
-        """Number of the group's nodes that train."""
-        return self.nodes if self.node.ranks else 0
+    workers: int
+    """Number of the group's nodes that train."""
 
 
 def equal_node_groups(cluster: Cluster, hosts: Sequence[int], *, spread: bool = False) -> tuple[Group, ...]:
@@ -276,10 +269,9 @@ def equal_node_groups(cluster: Cluster, hosts: Sequence[int], *, spread: bool = 
         alone = place if place in hosts and not spread else -1
         same = (node.ranks, node.device, node.link, node.intra_bps, node.intra_alpha_s, node.speed)
         places_of.setdefault((same, place in hosts, alone), []).append(place)
-    return tuple(
-        Group(cluster.nodes[places[0]].name, cluster.nodes[places[0]], tuple(places), places[0] in hosts)
-        for places in places_of.values()
-    )
+    firsts = [(cluster.nodes[places[0]], places) for places in places_of.values()]
+    return tuple([Group(first.name, first, tuple(places), places[0] in hosts, len(places) if first.ranks else 0)
+                  for first, places in firsts])
 
 
 KINDS = 6

@@ -11,7 +11,7 @@ from msgspec import structs
 from commlayer.codec_spec import parse_spec, spec_error
 from commlayer.errors import InvalidInput, append_code
 from commlayer.planner import tree
-from commlayer.planner.buckets import slices_between
+from commlayer.planner.buckets import cut_slices
 from commlayer.planner.convergence import LATE_RATIO, LearningRow, late_allowed
 from commlayer.planner.tensors import rounding_problems
 from commlayer.planner.tree import format_path, parse
@@ -178,20 +178,20 @@ def _slice_problems(job: Job, bucket: Bucket) -> Iterator[str]:
 
 
 def _coverage_problems(plan: Plan, job: Job) -> Iterator[str]:
-    parts: list[list[tuple[Slice, int]]] = [[] for _ in job.tensors]
+    parts: list[list[tuple[int, int, int]]] = [[] for _ in job.tensors]
     for bucket in plan.buckets:
         for part in bucket.slices:
             if 0 <= part.tensor < len(parts):
-                parts[part.tensor].append((part, bucket.id))
+                parts[part.tensor].append((part.start, part.stop, bucket.id))
     for info, entries in zip(job.tensors, parts, strict=True):
         reached, last = 0, -1
-        for part, bucket_id in sorted(entries, key=lambda entry: (entry[0].start, entry[0].stop, entry[1])):
-            if part.start > reached:
-                yield f"{info.name}: elements {reached}..{part.start} are in no bucket"
-            elif part.start < reached:
-                yield f"{info.name}: elements {part.start}..{min(reached, part.stop)} are in buckets {last} and {bucket_id}"
-            if part.stop >= reached:
-                reached, last = part.stop, bucket_id
+        for start, stop, bucket_id in sorted(entries):
+            if start > reached:
+                yield f"{info.name}: elements {reached}..{start} are in no bucket"
+            elif start < reached:
+                yield f"{info.name}: elements {start}..{min(reached, stop)} are in buckets {last} and {bucket_id}"
+            if stop >= reached:
+                reached, last = stop, bucket_id
         if reached < info.numel:
             yield f"{info.name}: elements {reached}..{info.numel} are in no bucket"
 
@@ -229,15 +229,10 @@ def _lowered(bucket: Bucket, ranks_per_node: int) -> Iterator[Bucket]:
         yield served
         return
     # Workers sum these shards in one reduce_scatter, and exchange the averaged shards in one allgather.
-    for owner, slices in enumerate(cut_slices(bucket.slices, ranks_per_node)):
+    ends = [bucket.numel * rank // ranks_per_node for rank in range(1, ranks_per_node)]
+    for owner, slices in enumerate(cut_slices(bucket.slices, ends)):
         if slices:
             yield structs.replace(served, slices=slices, owner=owner, shape=())
-
-
-def cut_slices(slices: Sequence[Slice], parts: int) -> list[tuple[Slice, ...]]:
-    """Cuts slices into `parts` lists of nearly equal numbers of elements; a list may be empty."""
-    numel = sum(s.numel for s in slices)
-    return [slices_between(slices, start, stop) for start, stop in pairwise(numel * i // parts for i in range(parts + 1))]
 
 
 def shard_groups(buckets: Sequence[Bucket], ranks_per_node: int) -> list[range]:

@@ -8,8 +8,9 @@ import ipaddress
 import os
 import socket
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 FAR = ("203.0.113.1", "2001:db8::1")
 """Documentation addresses that no host has, so the route to them is the default route."""
@@ -40,22 +41,31 @@ def default_address() -> str:
     return next((address for far in FAR if (address := address_to(far))), "")
 
 
-def find_interface(address: str) -> str:
-    """Returns the name of the network interface that has the address; "" if unknown."""
-    if ":" in address:
-        wanted = ipaddress.ip_address(address.partition("%")[0]).exploded.replace(":", "")
-        with contextlib.suppress(OSError):
-            for line in Path("/proc/net/if_inet6").read_text().splitlines():
-                if line.split()[0] == wanted:
-                    return line.split()[5]
-        return ""
+class Interface(NamedTuple):
+    """An address of a network interface."""
+
+    name: str
+    address: str
+    everywhere: bool = True
+    """False: an IPv6 address that is valid only on this machine or on one link."""
+
+
+def own_addresses() -> Iterator[Interface]:
+    """Yields this machine's addresses: the first IPv4 address of each interface, and all IPv6 addresses."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):
                 row = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-                if socket.inet_ntoa(row[20:24]) == address:
-                    return name
-    return ""
+                yield Interface(name, socket.inet_ntoa(row[20:24]))
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/net/if_inet6").read_text().splitlines():
+            digits, _, _, scope, _, name = line.split()
+            yield Interface(name, socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits)), scope == "00")
+
+
+def find_interface(address: str) -> str:
+    """Returns the name of the network interface that has the address; "" if unknown."""
+    return next((own.name for own in own_addresses() if own.address == address.partition("%")[0]), "")
 
 
 def interface_towards(hosts: Iterable[str]) -> str:

@@ -72,7 +72,7 @@ def test_local_steps_replace_gradient_averaging_on_slow_links_and_log_the_reason
 ) -> None:
     result = search.best_plan(inputs(links, exact=exact), plan_of(0.0, "int4()"))
     plan, leaves = result.plan, result.leaves
-    assert search.averages_every_step(plan) is not away
+    assert plan.synchronous is not away
     assert bool(leaves) is away
     if away:
         assert leaves.startswith("switching to 16 local steps")
@@ -104,7 +104,7 @@ def test_search_under_gradient_averaging_reports_the_gain_of_local_steps(suggest
     kept = search.best_plan(inputs(links, exact=True), current)
     result = search.best_plan(inputs(links, exact=True), current, suggests=suggests)
     assert result == kept._replace(hint=result.hint, auto_times=result.auto_times)
-    assert search.averages_every_step(result.plan)
+    assert result.plan.synchronous
     assert bool(result.hint) is hinted
     if hinted:
         away = search.best_plan(inputs(links, exact=False), current).plan

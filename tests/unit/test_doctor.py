@@ -19,10 +19,11 @@ from commlayer.config import Config
 from commlayer.doctor import checks, machine, network, nodes, server
 from commlayer.doctor.findings import Check, Finding, fail, ok, run_checks, summary, usable, warn
 from commlayer.doctor.machine import Torch
-from commlayer.doctor.network import Addresses, Interface
+from commlayer.doctor.network import Addresses
 from commlayer.doctor.nodes import NodeFacts
 from commlayer.records import Bucket, Plan, ServerInfo, Slice
 from commlayer.transport import framing
+from commlayer.transport.own_address import Interface
 
 GIB = 1 << 30
 ETH, WIFI, LO = Interface("eth0", "10.0.0.5"), Interface("wlan0", "192.168.1.7"), Interface("lo", "127.0.0.1")

@@ -11,8 +11,9 @@ import pytest
 from support.planner import flat, home, tall
 
 from commlayer.planner import default_plan, lower, verify
+from commlayer.planner.buckets import cut_slices
 from commlayer.planner.model import Cluster, Node
-from commlayer.planner.plan_rules import cut_slices, shard_groups
+from commlayer.planner.plan_rules import shard_groups
 from commlayer.planner.tree import (
     KINDS,
     Kind,
@@ -220,7 +221,7 @@ def test_buckets_of_single_rank_nodes_are_not_fused() -> None:
 
 
 def test_fused_bucket_is_cut_into_runs_of_equal_size() -> None:
-    parts = cut_slices((Slice(3, 0, 4), Slice(2, 10, 17)), 3)
+    parts = cut_slices((Slice(3, 0, 4), Slice(2, 10, 17)), (3, 7))
     assert parts == [(Slice(3, 0, 3),), (Slice(3, 3, 4), Slice(2, 10, 13)), (Slice(2, 13, 17),)]
     results = [Bucket(i, part, "service", owner=i) for i, part in enumerate(parts)]
     assert [*map(len, shard_groups(results, 3))] == [3]

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from commlayer.balance.time_models import fit_relative
 from commlayer.cluster.processes.bounded_calls import PendingCollective
 from commlayer.cluster.processes.collectives import Groups
 from commlayer.compressors import Codec, parse, wrap
@@ -78,16 +79,8 @@ def _times(codec: Codec, numel: int, repeats: int) -> tuple[float, float, float,
 def fit(sizes: Sequence[float], values: Sequence[float]) -> LinearCost:
     """Returns the line of least relative error through the values. Neither its value at 0 (floor) nor its slope is negative."""
     x, y = np.asarray(sizes, float), np.maximum(np.asarray(values, float), 1e-12)
-    weighted = np.stack([1.0 / y, x / y], axis=1)
-    floor, slope = np.linalg.lstsq(weighted, np.ones_like(y), rcond=None)[0]
-    if floor < 0 or slope < 0:
-        # the best linear cost with one of the two coefficients at 0.
-        only_slope = float((x / y).sum() / ((x / y) ** 2).sum())
-        only_floor = float((1.0 / y).sum() / ((1.0 / y) ** 2).sum())
-        floor, slope = (0.0, only_slope) if floor < 0 else (only_floor, 0.0)
-    error = float(np.abs((floor + slope * x) / y - 1.0).max())
-    return LinearCost(float(floor), float(slope), error)
-
+    slope, floor = fit_relative(x, y)
+    return LinearCost(floor, slope, float(np.abs((floor + slope * x) / y - 1.0).max()))
 
 
 FIRST_NBYTES, LAST_NBYTES, GROWTH = 1 << 10, 16 << 20, 16

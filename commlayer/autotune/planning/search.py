@@ -237,7 +237,7 @@ def _choose_sync_mode(question: Question, current: Plan, *, apart: bool, suggest
     if policy.exact:
         hint = _suggest_mode(plain, other, question) if other_s <= SOONER * plain_s else ""
         return BestPlan(with_explanation(averaged), hint=hint, auto_times=plain_s / other_s)
-    leaves = "" if apart or not averages_every_step(current) else _describe_switch(plain, other, question)
+    leaves = "" if apart or not current.synchronous else _describe_switch(plain, other, question)
     if apart or other_s <= LEAVES * plain_s or plain_s > _fastest_alone_s(question):
         return BestPlan(with_explanation(free), leaves)
     return BestPlan(with_explanation(averaged), local=with_explanation(free), for_local=leaves)
@@ -262,11 +262,6 @@ def _describe_switch(plain: Plan, other: Plan, question: Question) -> str:
     speeds = [f"{1e3 * plan.step_s:.3g} ms a step, factor {estimate_factor(plan, question):.2f}" for plan in (plain, other)]
     return (f"switching to {_describe_mode(other)} ({speeds[1]}): averaged gradients need {speeds[0]}; sync='step' would keep "
             f"them")
-
-
-def averages_every_step(plan: Plan) -> bool:
-    """Returns whether each step uses the average of all workers' gradients of that step, apart from compression errors."""
-    return not plan.steps_locally and not any(b.stale for b in plan.buckets)
 
 
 def _convert_to_updates(plan: Plan, question: Question) -> Plan:

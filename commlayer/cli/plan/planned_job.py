@@ -103,7 +103,7 @@ def planned_job(model: str, machines: Cluster, batch: int | None, optimizer: str
                             learning_rows(learning) if learning else ())
     search = PlanSearch(job, shared, *inputs.costs())
     plan = search.with_explanation(search.best(exact=policy.exact))
-    synchronous = None if report.is_synchronous(plan) else search.with_explanation(search.best(exact=True))
+    synchronous = None if plan.synchronous else search.with_explanation(search.best(exact=True))
     assumptions = report.assumptions(model, job, machines, policy, samples, named=bool(optimizer))
     return PlannedJob(inputs, shared, samples, policy, plan, synchronous,
                       report.memory_problem(job, machines, policy.optimizer),

@@ -68,17 +68,12 @@ def elements(count: int) -> str:
 def title(plan: Plan, job: Job, cluster: Cluster) -> str:
     """Lines that describe the job and its plan's sync mode."""
     mode = "synchronous: in every step .grad is the average of all workers"
-    if not plan.steps_locally and not is_synchronous(plan):
+    if not plan.steps_locally and not plan.synchronous:
         mode = "one step stale: .grad is the average of all workers, for some tensors of the previous step"
     elif plan.steps_locally:
         mode = f"{sync_mode(plan)}: between exchanges each worker steps on its own .grad"
     return (f"{job.name or 'job'}: {len(job.tensors)} tensors, {elements(job.numel)} elements, "
             f"{cluster.ranks} ranks on {sum(1 for n in cluster.nodes if n.ranks)} nodes\nmode: {mode}")
-
-
-def is_synchronous(plan: Plan) -> bool:
-    """True: each step uses the average of all gradients of that step."""
-    return not plan.steps_locally and not any(bucket.stale for bucket in plan.buckets)
 
 
 def summary(plan: Plan, job: Job, cluster: Cluster, timeline: Timeline) -> str:
@@ -133,7 +128,7 @@ def next_lines(gain: Gains, rows: Sequence[Baseline], plan: Plan, shares: Sequen
         yield f"In your script{' (docs/how-to/uneven-machines.md)' if shares else ''}:"
         if shares:
             yield f"sampler = commlayer.balance.Sampler(data, batch={sum(shares)}, shares={list(shares)})"
-        yield "commlayer.attach(model, optimizer)" if is_synchronous(plan) else f"commlayer.attach(model, optimizer, {AUTO})"
+        yield "commlayer.attach(model, optimizer)" if plan.synchronous else f"commlayer.attach(model, optimizer, {AUTO})"
 
 
 def alternatives(rows: Sequence[Baseline], known: bool, names: Mapping[str, str], steps: int = 0) -> Iterator[Part]:

@@ -145,11 +145,9 @@ def store_f32(dst: Buffer, src: Array) -> None:
         np.copyto(np.frombuffer(dst, np.float32), to_host(src))  # numpy copies nothing if both have the same address
 
 
-def largest(src: Buffer, dtype: type[np.uint8] | type[np.uint16]) -> int:
-    """Returns the largest of the unsigned numbers in `src`; 0 if there are none."""
-    if on_device(src):
-        return int(device().largest(src, np.dtype(dtype).itemsize))
-    return int(np.maximum.reduce(np.frombuffer(src, dtype), initial=0))
+def largest(src: Buffer) -> int:
+    """Returns the largest of the unsigned numbers of 16 bits in `src`; 0 if there are none."""
+    return int(device().largest(src) if on_device(src) else np.maximum.reduce(np.frombuffer(src, np.uint16), initial=0))
 
 
 def scales_valid(src: Buffer, most: np.floating[Any] = MOST_SCALE) -> bool:

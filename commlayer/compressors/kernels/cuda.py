@@ -81,11 +81,8 @@ def scales_within(scales: torch.Tensor, most: float) -> bool:
     return bool(((numbers >= 0) & (numbers <= most)).all())
 
 
-def largest(src: torch.Tensor, width: int) -> int:
-    """Returns the largest of the unsigned numbers of `width` bytes (1 or 2); 0 if there are none."""
-    if src.numel() == 0:
-        return 0
-    return int((src if width == 1 else src.view(torch.int16).to(torch.int32) & 0xFFFF).max())
+def largest(src: torch.Tensor) -> int:
+    return int((src.view(torch.int16).to(torch.int32) & 0xFFFF).max()) if src.numel() else 0
 
 
 def true_flag(like: torch.Tensor) -> torch.Tensor:

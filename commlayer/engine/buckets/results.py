@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from commlayer.compressors import kernels, payload
+from commlayer.compressors import kernels
 from commlayer.compressors.codec import NAN, OneRound
 from commlayer.compressors.plan_codecs import result_codec
 from commlayer.engine.buckets.bucket_layout import BucketLayout
@@ -65,8 +65,7 @@ class EncodedResult:
         """Checks the received bytes `body` completely, and raises CorruptFrame as `decode` would. After that, decoding cannot
         fail."""
         self._codec, self._layout, self.body = codec, layout, body
-        head = payload.read(body, codec.id, layout.numel)
-        self._parts = None if head.flagged else codec.check(head, layout.numel)
+        self._parts = codec.unpack(body, layout.numel)
 
     @property
     def finite(self) -> bool:

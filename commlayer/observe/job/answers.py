@@ -4,6 +4,7 @@ first."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from operator import attrgetter
 from typing import NamedTuple
 
 from commlayer.errors import short_line
@@ -70,7 +71,7 @@ def _missing(view: JobView, now: float) -> StatusAnswer:
         return StatusAnswer("missing", UNKNOWN, "no home has joined")
     if not missing:
         return StatusAnswer("missing", "none")
-    first = min(missing, key=lambda each: each.since)
+    first = min(missing, key=attrgetter("since"))
     why = pause_reason(first.why) or first.why.partition(": ")[0]
     return StatusAnswer("missing", ", ".join(each.name for each in missing),
                         "since {at}" + (f": {short_line(why, WHY_CHARS)}" if why else ""), first.since)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections import Counter, deque
 from collections.abc import Sequence
+from operator import attrgetter
 from statistics import fmean, median
 from typing import NamedTuple
 
@@ -72,17 +73,11 @@ class WorkerTotals(msgspec.Struct):
     def __add__(self, other: WorkerTotals) -> WorkerTotals:
         return WorkerTotals(*(a + b for a, b in zip(structs.astuple(self), structs.astuple(other), strict=True)))
 
-    def add(self, step: StepEvent) -> None:
-        self.steps += step.steps
-        self.timed_steps += step.steps if step.step_s else 0
-        self.step_s += step.steps * step.step_s
-        self.compute_s += step.steps * step.compute_s
-        self.exposed_s += step.steps * step.exposed_s
-        self.hidden_s += step.steps * step.hidden_s
-        self.sent_bytes += step.sent_bytes
-        self.received_bytes += step.received_bytes
-        self.dense_bytes += step.dense_bytes
-        self.samples += step.samples
+    @classmethod
+    def of(cls, event: StepEvent) -> WorkerTotals:
+        steps = event.steps
+        return cls(steps, steps if event.step_s else 0, steps * event.step_s, steps * event.compute_s, steps * event.exposed_s,
+                   steps * event.hidden_s, event.sent_bytes, event.received_bytes, event.dense_bytes, event.samples)
 
 
 class WorkerView(msgspec.Struct):
@@ -210,7 +205,7 @@ class JobView:
         match event:
             case StepEvent() if worker is not None:
                 worker.step = event
-                worker.totals.add(event)
+                worker.totals += WorkerTotals.of(event)
             case LinkEvent() if worker is not None:
                 worker.link = event
             case WaitEvent():
@@ -327,7 +322,7 @@ class JobView:
     @property
     def failures(self) -> list[str]:
         """Once the job is over: the workers that did not finish, each with the reason; first those that ended the job."""
-        ended = sorted((worker for worker in self.rows if worker.reason), key=lambda each: each.removed) if self.over else []
+        ended = sorted((worker for worker in self.rows if worker.reason), key=attrgetter("removed")) if self.over else []
         return [f"{self.display(f'worker {worker.number}')}: {worker.reason}" for worker in ended]
 
     @property

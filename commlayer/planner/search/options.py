@@ -21,12 +21,13 @@ from commlayer.planner.buckets import Contents
 from commlayer.planner.convergence import Recipe
 from commlayer.planner.costs import Excesses, Prices, overlapped_cluster
 from commlayer.planner.model import DENSE, Cluster, Option, Policy, Profile, bare
-from commlayer.planner.problem import COMPUTE, Load, Reals, Template, join_templates
+from commlayer.planner.problem import COMPUTE, Load, Reals, TaskGraph, Template, join_templates
 from commlayer.planner.tensors import EXACT, keeps_zeros
 from commlayer.planner.tree import ALIASES, Path, Promise, find_misfits, format_path, on_gpus, parse, promise_from_cost
 
 SIZES = np.exp2(np.array([8.0, 12.0, 16.0, 20.0, 25.0]))
 """Bucket sizes in elements for which paths are compared."""
+CRITERIA = 8
 SLOW = 0.6
 """A node whose uplink is below this fraction of the median uplink may use a codec that sends less."""
 
@@ -61,19 +62,32 @@ def best_paths(prices: Prices, paths: Sequence[Path], codec: str) -> list[Path]:
     """The paths that are best by some criterion at some bucket size, in the order of `paths`."""
     if not paths:
         return []
-    each = np.stack([criteria(prices.template(path, codec), SIZES) for path in paths])
+    each = criteria([prices.template(path, codec) for path in paths], SIZES)
     return [paths[i] for i in sorted(set(each.argmin(axis=0).ravel().tolist()))]
 
 
-def criteria(template: Template, sizes: Reals) -> Reals:
-    """Seconds by criterion and bucket size. The criteria are sums of: the bucket's time on idle resources (`alone`), the
-    busiest resource, the busiest link, the busiest GPU, and the busiest CPU or server."""
-    zero = np.zeros(len(sizes))
-    seconds, latency = (lines[:, :1] + lines[:, 1:] * sizes for lines in (template.seconds, template.latency))
+def criteria(templates: Sequence[Template], sizes: Reals) -> Reals:
+    """Seconds by template, criterion and bucket size. Each template has one option. The criteria are sums of: the bucket's time
+    on idle resources (`alone`), the busiest resource, the busiest link, the busiest GPU, and the busiest CPU or server."""
+    alike: dict[TaskGraph, list[int]] = {}
+    for place, template in enumerate(templates):
+        alike.setdefault(template.graphs[0], []).append(place)
+    result = np.empty((len(templates), CRITERIA, len(sizes)))
+    for graph, places in alike.items():
+        seconds, latency = (lines[..., :1] + lines[..., 1:] * sizes for lines in (
+            np.stack([templates[place].seconds for place in places], axis=1),
+            np.stack([templates[place].latency for place in places], axis=1)))
+        result[places] = _criteria(graph, seconds, latency)
+    return result
+
+
+def _criteria(graph: TaskGraph, seconds: Reals, latency: Reals) -> Reals:
+    """The criteria of templates with the same structure. The first index of `seconds` and `latency` is the task."""
+    zero = np.zeros(latency.shape[1:])
     busy: dict[str, Reals] = {}
     ends: list[Reals] = []
     at = 0
-    for lanes, after, late in zip(template.graphs[0].lanes, template.graphs[0].after, latency, strict=True):
+    for lanes, after, late in zip(graph.lanes, graph.after, latency, strict=True):
         longest = zero
         for lane, of_lane in zip(lanes, seconds[at : at + len(lanes)], strict=True):
             busy[lane] = busy.get(lane, zero) + of_lane
@@ -86,7 +100,7 @@ def criteria(template: Template, sizes: Reals) -> Reals:
 
     alone, busiest = _maximum(ends, zero), _maximum(list(busy.values()), zero)
     links, gpu, cpu = most("up", "down", "intra"), most(COMPUTE), most("cpu", "server")
-    return np.stack([alone, busiest, alone + busiest, links, cpu, gpu + alone, gpu + links, links + cpu + 10 * gpu])
+    return np.stack([alone, busiest, alone + busiest, links, cpu, gpu + alone, gpu + links, links + cpu + 10 * gpu], axis=1)
 
 
 def _maximum(each: Sequence[Reals], zero: Reals) -> Reals:
@@ -153,7 +167,6 @@ class Catalog:
         self._excesses = Excesses(prices.profile)
         self._costs: dict[Recipe, tuple[list[float], list[float]]] = {}
         self._useful: dict[tuple[Contents, int], tuple[int, ...]] = {}
-        self._criteria: list[Reals] = []
         self._joined: dict[tuple[int, ...], tuple[Template, list[int]]] = {}
 
     @cached_property
@@ -190,16 +203,19 @@ class Catalog:
             self._useful[sort, octave] = tuple(only) or tuple(sorted({*dense, *self._best(octave, recipe)}))
         return self._useful[sort, octave]
 
+    @cached_property
+    def _criteria(self) -> Reals:
+        """The criteria of each option at sizes of 1, 2, 4, ... elements."""
+        return criteria([self.template(o) for o in range(len(self.options))], np.exp2(np.arange(32)))
+
     def _best(self, octave: int, recipe: Recipe) -> list[int]:
-        if not self._criteria:
-            self._criteria = [criteria(self.template(o), np.exp2(np.arange(32))) for o in range(len(self.options))]
         excess, losses = self.costs(recipe)
         levels: dict[tuple[float, float], list[int]] = {}
         for o in range(len(self.options)):
             levels.setdefault((round(excess[o], 6), round(losses[o], 6) if self.budget else 0.0), []).append(o)
         kept: dict[int, Reals] = {}
         for (_, loss), level in sorted(levels.items()):
-            prices = np.stack([self._criteria[o][:, octave - 1 : octave + 1].ravel() for o in level])
+            prices = self._criteria[level, :, octave - 1 : octave + 1].reshape(len(level), -1)
             for i in sorted(set(prices.argmin(axis=0).tolist())):
                 mine = np.append(prices[i], loss)
                 if not any((theirs <= mine).all() for theirs in kept.values()):

@@ -7,8 +7,7 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from commlayer.codec_spec import parse_spec
-from commlayer.planner import buckets
-from commlayer.planner.buckets import ELEMENT_NBYTES, assign, divide_into_fragments, spread
+from commlayer.planner.buckets import ELEMENT_NBYTES, assign, cut_slices, divide_into_fragments, spread
 from commlayer.planner.model import ZERO, Cluster, Node
 from commlayer.planner.search.options import Catalog
 from commlayer.planner.tensors import nonzero_numel
@@ -125,8 +124,8 @@ def cut_and_place(
         count = max(1, min(count, hosts, numel * ELEMENT_NBYTES // least_nbytes))
         each = len(set(shares)) > 1 and count == hosts  # servers sum unequal parts
         ends = [int(numel * end) for end in accumulate(shares[:-1])] if each else [numel * i // count for i in range(1, count)]
-        for host, (start, stop) in enumerate(pairwise((0, *ends, numel))):
-            piece = buckets.slices_between(slices, start, stop) if ends else slices
+        pieces = cut_slices(slices, ends) if ends else [slices]
+        for host, ((start, stop), piece) in enumerate(zip(pairwise((0, *ends, numel)), pieces, strict=True)):
             result.append(PlacedPart(b, piece, stop - start, option, host if each else ANY))
     served = [i for i, part in enumerate(result) if catalog.options[part.option].served]
     sent = {option: sum([task.nbytes for task in catalog.template(option).tasks], ZERO)
@@ -138,7 +137,7 @@ def cut_and_place(
     for places in divide_into_fragments(result, min(fragments, len(result))):
         free = [i for i in places if i in weights and result[i].server == ANY]
         if fragments > 1:  # a fragment waits for the server with the most bytes, so place the largest first
-            free.sort(key=lambda i: -weights[i])
+            free.sort(key=weights.__getitem__, reverse=True)
         elif last_first:
             free.reverse()
         for i, server in zip(free, assign([weights[i] for i in free], shares or (1.0,), loads), strict=True):

@@ -119,9 +119,9 @@ class PlanSearch:
         allowed = [bare(codec) for codec in allowed_codecs(self.question.profile, self.policy) or (DENSE,)]
         matrices = any(name.needs_shape for name in allowed)
         for limits in buckets.limits(self.question.job, matrices=matrices, small=self.policy.whole_tree):
-            layout = Layout.of(self.question.job, limits, self.question.profile.energy)
-            if all(abs(len(layout.pieces) - len(other.pieces)) > ALIKE * len(other.pieces) for other in layouts):
-                layouts.append(layout)
+            groups = buckets.groups(self.question.job, limits)
+            if all(abs(len(groups) - len(other.pieces)) > ALIKE * len(other.pieces) for other in layouts):
+                layouts.append(Layout.of(self.question.job, limits, groups, self.question.profile.energy))
         return layouts
 
     @_garbage_collection_paused()
@@ -198,8 +198,8 @@ class PlanSearch:
                 parts: dict[int, float] = {}
                 for mine, place, piece in zip(scenario.useful, choice.options, scenario.layout.pieces, strict=True):
                     parts[mine[place]] = parts.get(mine[place], 0.0) + piece.weight
-                latency_s = max(float(criteria(scenario.catalog.template(o), np.zeros(1))[0, 0]) for o in parts)
-                result[overlap].append(TypicalExchange(choice.step_s, latency_s, parts))
+                alone_s = criteria([scenario.catalog.template(o) for o in parts], np.zeros(1))[:, 0]
+                result[overlap].append(TypicalExchange(choice.step_s, float(alone_s.max()), parts))
         return result
 
     def _scenario(self, recipe: Recipe) -> Scenario:
@@ -213,7 +213,7 @@ class PlanSearch:
             limits = limits._replace(cut_nbytes=min(limits.cut_nbytes, FRAGMENT_CUT_NBYTES))
         layout = plain.layout
         if question.job is not self.question.job or limits != layout.limits:
-            layout = Layout.of(question.job, limits, question.profile.energy)
+            layout = Layout.of(question.job, limits, buckets.groups(question.job, limits), question.profile.energy)
         return Scenario(question, self._times, plain.catalog, layout, recipe)
 
     def _choices(self, recipe: Recipe) -> list[tuple[Scenario, Choice]]:

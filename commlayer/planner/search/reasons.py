@@ -65,10 +65,12 @@ def _alternatives(b: int, priced: PricedPlan) -> Alternatives:
     for dense in (True, False):
         only = [o for o, option in enumerate(options) if o != place and (option.codec == DENSE) is dense]
         limit = LOOKED_AT * choice.price
-        seconds = space.steps.sweep(list(choice.options), [b], limit, math.nan, 1, only, factors) if only else []
-        best.append(min((Price(seconds[o] / every, seconds[o] / every * factors[o], str(options[o]),
-                               lost + space.loss[b][o] <= space.max_loss) for o in only),
-                        key=attrgetter("to_loss_s"), default=NEVER))
+        if not only:
+            best.append(NEVER)
+            continue
+        seconds = space.steps.sweep(list(choice.options), [b], limit, math.nan, 1, only, factors)
+        to_loss_s, o = min((seconds[o] / every * factors[o], o) for o in only)
+        best.append(Price(seconds[o] / every, to_loss_s, str(options[o]), lost + space.loss[b][o] <= space.max_loss))
     return Alternatives(Price(choice.step_s / every, choice.price / every), best[0], best[1],
                         scenario.catalog.template(mine[place]).nbytes)
 

@@ -65,8 +65,8 @@ class Layout(NamedTuple):
     pieces: tuple[PricedPiece, ...]
 
     @classmethod
-    def of(cls, job: Job, limits: BucketLimits, energy: Sequence[float]) -> Layout:
-        pieces, groups = [], buckets.groups(job, limits)
+    def of(cls, job: Job, limits: BucketLimits, groups: Sequence[tuple[Slice, ...]], energy: Sequence[float]) -> Layout:
+        pieces = []
         for group, weight in zip(groups, bucket_weights(job, groups, energy), strict=True):
             kind = buckets.classify_contents(job, group), sum(s.numel for s in group).bit_length()
             pieces.append(PricedPiece(group, nonzero_numel(job, group), forward_need_s(job.timed, group), kind, weight))
@@ -82,7 +82,9 @@ class Scenario:
         self.catalog = catalog.hidden if recipe.overlap == "round" else catalog
         plain = Recipe(recipe.optimizer, workers=recipe.workers, numel=recipe.numel)
         self.useful = [self.catalog.useful(*piece.kind, plain) for piece in layout.pieces]
-        self._placed: dict[tuple[int, ...], PricedPlan] = {}
+        self._placed: dict[tuple[int, ...], tuple[Plan, tuple[int, ...], float]] = {}
+        """`plan`, `origins` and `price` of each PricedPlan, by the options of its choice. Without the plan's scenario, which
+        would make a cycle for the garbage collector."""
 
     @cached_property
     def space(self) -> ChoiceSpace:
@@ -143,21 +145,20 @@ class Scenario:
         """Converts a choice (one option per bucket) to a complete plan, simulated with each part on its own server. Buckets are
         cut more finely if that saves enough time."""
         if choice.options not in self._placed:
-            parts = self._parts(choice, SHARED)
+            every, parts = self.recipe.every, self._parts(choice, SHARED)
             plan = self._plan(parts)
             step_s = self.times.seconds(plan, self.question)
             for finely in FINER if plan.servers else ():
+                if (step_s - PART_S / every) * every <= choice.step_s:
+                    break  # even the search's lower bound would not save enough for one more part
                 other = self._parts(choice, finely)
-                most_s = step_s - PART_S * max(1, len(other) - len(parts)) / self.recipe.every
-                if most_s * self.recipe.every <= choice.step_s:
-                    break  # even the search's lower bound would not save enough
-                if len(other) > len(parts):
+                most_s = step_s - PART_S * (len(other) - len(parts)) / every
+                if len(other) > len(parts) and most_s * every > choice.step_s:
                     other_s = self.times.seconds(finer := self._plan(other), self.question)
                     if other_s < most_s:
                         parts, plan, step_s = other, finer, other_s
-            self._placed[choice.options] = PricedPlan(self, choice, plan, tuple(part.origin for part in parts),
-                                                      step_s * (1 + choice.excess), choice.excess)
-        return self._placed[choice.options]
+            self._placed[choice.options] = plan, tuple(part.origin for part in parts), step_s * (1 + choice.excess)
+        return PricedPlan(self, choice, *self._placed[choice.options], choice.excess)
 
     def _parts(self, choice: Choice, finely: int) -> list[PlacedPart]:
         chosen = [mine[place] for mine, place in zip(self.useful, choice.options, strict=True)]
