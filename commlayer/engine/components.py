@@ -23,20 +23,19 @@ C = TypeVar("C")
 
 
 class ComponentOrder(IntEnum):
-    """Order in which a job calls its components: first those that find lost members; then local steps begin or end; then loop
-    and hooks adapt to the new sync mode; then come checks of what all ranks have done, components that might change the plan,
+    """Order in which a job calls its components: first those that find lost members; then local steps begin or end; then the
+    loop adapts to the new sync mode; then come checks of what all ranks have done, components that might change the plan,
     and those that only measure under the plan. At the end the row of all components is sent."""
 
     JOB = 0
     SCHEDULE = 1
     LOOP = 2
-    DRIVER = 3
-    CHECKS = 4
-    CONTROLLER = 5
-    TRACE = 6
-    STALE_PLAN = 7
-    OTHER = 8
-    ROWS = 9
+    CHECKS = 3
+    CONTROLLER = 4
+    TRACE = 5
+    STALE_PLAN = 6
+    OTHER = 7
+    ROWS = 8
 
 
 class Pending(IntEnum):
