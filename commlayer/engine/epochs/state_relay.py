@@ -31,8 +31,8 @@ LOOK_S = 0.5
 """Seconds between two checks by a waiting member whether a worker that takes part has left."""
 
 
-class PartnerLost(Exception):
-    """Error: a worker that takes part in the transfer of a state has left the job."""
+class TransferRestarted(Exception):
+    """Error: the transfer of a state begins again, because a worker that takes part has left, or no member gives it yet."""
 
 
 class NewestEpoch:
@@ -47,11 +47,11 @@ class NewestEpoch:
         self.epoch = epoch
 
     def run(self, act: Callable[[Epoch], T]) -> T:
-        """Runs `act` with the newest epoch; again, from its start, whenever a worker that takes part leaves meanwhile."""
+        """Runs `act` with the newest epoch; again, from its start, whenever it raises TransferRestarted."""
         while True:
             try:
                 return act(self.epoch)
-            except PartnerLost:
+            except TransferRestarted:
                 continue
 
     def any_not_member(self, workers: Iterable[int]) -> bool:
@@ -233,7 +233,7 @@ class StateRelay:
             if fits and not self._newest.any_not_member(among) and self._partners <= {*among}:
                 break
             if self._newest.any_not_member(self._partners):
-                raise PartnerLost
+                raise TransferRestarted
             if not fits or time.monotonic() >= until:
                 present = sorted(member.rank for member in self._newest.epoch.members)
                 raise CorruptFrame(f"names workers {[*among]} for the transfer of a state, but the members are {present}",
@@ -282,12 +282,12 @@ class StateRelay:
                     continue
                 if not self._newest.will_lack(self._partners):
                     raise
-                raise PartnerLost from None
+                raise TransferRestarted from None
             put, give_up = (), math.inf
             if None not in rows:
                 return [row for row in rows if row is not None]
             if lost:
-                raise PartnerLost
+                raise TransferRestarted
             if time.monotonic() >= until:
                 late = [peer_name(self._first if rank == ANY else rank)
                         for (_, rank), row in zip(want, rows, strict=True) if row is None]
@@ -323,7 +323,7 @@ class StateRelay:
                     continue  # this rank has continued with other members
                 if not self._newest.will_lack(self._partners):
                     raise
-                raise PartnerLost from None
+                raise TransferRestarted from None
 
 
 def _unanswered(error: CommError) -> bool:

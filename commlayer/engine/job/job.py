@@ -235,11 +235,12 @@ class JobContext:
         `generation`: epoch in which the call began. None: the current epoch."""
         raise error
 
-    def retry_on_epoch_change(self, act: Callable[[], T]) -> T:
+    def retry_on_epoch_change(self, act: Callable[[], T], *, ends_job: bool = False) -> T:
         """Runs `act`, a function that all ranks run together between two steps. If members leave, the remaining ranks run `act`
         again from its start.
 
-        A collective without one of its ranks fails on all ranks, so all of them repeat it.
+        A collective without one of its ranks fails on all ranks, so all of them repeat it. `ends_job`: in a job whose members
+        stay, such a failure ends this rank's part in the job.
         """
         while True:
             generation = self.generation
@@ -247,7 +248,7 @@ class JobContext:
                 return act()
             except Exception as error:
                 comm_error = error if isinstance(error, CommError) else error.__cause__
-                if not self.elastic or not isinstance(comm_error, CommError):
+                if not isinstance(comm_error, CommError) or not (self.elastic or ends_job):
                     raise
                 self.drop_call(comm_error, generation)
             self.members.continue_without_departed()

@@ -25,7 +25,7 @@ from commlayer.config import Config, continue_wait_s, reconnect_window_s
 from commlayer.engine.buckets.bucket import EncodedBucket
 from commlayer.engine.epochs.changing_members import ChangingMembers, new_world
 from commlayer.engine.epochs.replica import Replica, TakenState, received
-from commlayer.engine.epochs.state_relay import NewestEpoch, StateRelay
+from commlayer.engine.epochs.state_relay import NewestEpoch, StateRelay, TransferRestarted
 from commlayer.engine.job.job import DistributedJob
 from commlayer.engine.job.plan_terms import PlanTerms
 from commlayer.engine.model.optimizer_state import OptimizerMemory
@@ -157,7 +157,7 @@ class _StateReceiver:
 
     def _take(self, name: str, enter: Callable[[bytes, bytes], T]) -> T:
         """Takes part in the transfer `name`; again, if it begins late."""
-        def take(epoch: Epoch) -> T | None:
+        def take(epoch: Epoch) -> T:
             _check_givers(epoch, self._link.transport.rank, self._link)
             relay = StateRelay(self._newest, epoch, self._link.transport.rank, self._config.deadline_s,
                                continue_wait_s(self._config),
@@ -172,11 +172,9 @@ class _StateReceiver:
                 log.warning("still waiting for the other workers after %.0f s: under local steps "
                             "a worker can join only at a scheduled exchange, and there is none "
                             "if the script calls flush() more often than exchanges are due", time.monotonic() - self._begin)
-                return None
+                raise TransferRestarted from None
 
-        while (taken := self._newest.run(take)) is None:
-            pass
-        return taken
+        return self._newest.run(take)
 
     def _fits(self, plan: Plan) -> None:
         self._check(plan, sites=group_by_site(self._newest.epoch.members))
