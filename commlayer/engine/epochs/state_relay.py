@@ -36,15 +36,16 @@ class TransferRestarted(Exception):
 
 
 class NewestEpoch:
-    """The coordinator's newest epoch on one rank. The membership threads set `epoch`."""
+    """The coordinator's newest epoch on one rank."""
 
-    def __init__(self, epoch: Epoch, notice_s: float, away_s: float = 0.0) -> None:
-        """`notice_s`: seconds to wait for a new epoch from the coordinator. `away_s`: seconds for which requests to an
-        unresponsive coordinator are repeated."""
-        self.epoch, self._notice_s, self.away_s = epoch, notice_s, away_s
+    def __init__(self, newest: Callable[[], Epoch], notice_s: float, away_s: float = 0.0) -> None:
+        """`newest` returns the newest epoch that has arrived. `notice_s`: seconds to wait for a new epoch from the coordinator.
+        `away_s`: seconds for which requests to an unresponsive coordinator are repeated."""
+        self._newest, self._notice_s, self.away_s = newest, notice_s, away_s
 
-    def adopt_epoch(self, epoch: Epoch) -> None:
-        self.epoch = epoch
+    @property
+    def epoch(self) -> Epoch:
+        return self._newest()
 
     def run(self, act: Callable[[Epoch], T]) -> T:
         """Runs `act` with the newest epoch; again, from its start, whenever it raises TransferRestarted."""
