@@ -169,7 +169,7 @@ class Session:
             return True
         directory, context = Path(directory), self._context
         try:
-            context.complete()
+            context.components.complete(Pending.RUNNING)
             found = checkpoint.find(context.groups, context.rank, context.world, directory)
             if found is None:
                 if context.rank == 0:

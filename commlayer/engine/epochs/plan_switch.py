@@ -15,6 +15,7 @@ from commlayer.engine.components import Component, ComponentOrder, Pending
 from commlayer.engine.job.job import DistributedJob
 from commlayer.engine.job.plan_agreement import OfferedPlan, encode_lowered_plan, plan_in
 from commlayer.engine.sync.sync_modes import with_modes
+from commlayer.engine.worker.plan_handover import hand_over
 from commlayer.engine.worker.worker import Worker
 from commlayer.errors import CommError, InvalidInput
 from commlayer.records import Member, Plan, group_by_site, plan_for_members, with_updates
@@ -65,7 +66,7 @@ class _Prepared(NamedTuple):
 def _prepare(context: DistributedJob, plan: Plan | None, *, by_itself: bool, again: bool) -> _Prepared | None:
     """Agrees with all ranks on the plan, and completes exchanges. `again`: True for a repetition, in which rank 0 might be
     another worker than before, and have no plan; then returns None."""
-    context.complete(Pending.DUE)
+    context.components.complete(Pending.DUE)
     if again and not gather(context.groups, [plan is not None])[0][0]:
         context.log_decision("the plan switch was cancelled: its proposer, the former rank 0, has left")
         return None
@@ -80,7 +81,7 @@ def _prepare(context: DistributedJob, plan: Plan | None, *, by_itself: bool, aga
     if old.plan.steps_locally and not agreed.steps_locally and len({row.memory for row in rows}) > 1:
         agreed, note = _updates_still(agreed, by_itself=by_itself)
     # Under another automatic plan of local steps, the steps so far belong to its first exchange.
-    context.complete(Pending.RUNNING if by_itself and agreed.steps_locally else Pending.ALL_STEPS)
+    context.components.complete(Pending.RUNNING if by_itself and agreed.steps_locally else Pending.ALL_STEPS)
     with all_or_none(groups, "switch()"):  # after it no message to a server is in flight
         if agreed.steps_locally and context.norms_differ and context.matched:
             raise InvalidInput("E-SHARDED", "plan: it has local steps whose averages are scaled to a norm, which would differ "
@@ -100,7 +101,8 @@ def _complete(context: DistributedJob, prepared: _Prepared) -> None:
         new.close()
         raise
     context.terms.basis = None
-    context.hand_on(old, new)
+    hand_over(old, new, context.memory.gradient_effect, context.memory.rate, world=context.world,
+              pending=() if context.local is None else context.local.pending_residuals.slices)
     context.follow(new)
     old.close()
     old.forget_states()

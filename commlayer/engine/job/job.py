@@ -30,7 +30,7 @@ from commlayer.cluster.servers.worker_client import WorkerClient, leave_job
 from commlayer.compressors import make_codec
 from commlayer.engine.buckets.current_step import Counters
 from commlayer.engine.buckets.units import Units
-from commlayer.engine.components import Components, Pending
+from commlayer.engine.components import Components
 from commlayer.engine.hooks.callbacks import weakly
 from commlayer.engine.job.fixed_members import FixedMembers
 from commlayer.engine.job.plan_agreement import check_plan
@@ -39,7 +39,6 @@ from commlayer.engine.job.row_sender import RowSender
 from commlayer.engine.job.run_events import NO_UNITS, RunEvents
 from commlayer.engine.model.optimizer_state import OptimizerMemory
 from commlayer.engine.sync.local_steps import OuterSteps
-from commlayer.engine.worker.plan_handover import hand_over
 from commlayer.engine.worker.root_cause import RootCause, WaitsFor
 from commlayer.engine.worker.site import LocalSite
 from commlayer.engine.worker.waits import Waiting, WaitNotices
@@ -253,10 +252,6 @@ class JobContext:
                 self.drop_call(comm_error, generation)
             self.members.continue_without_departed()
 
-    def complete(self, pending: Pending = Pending.RUNNING) -> None:
-        """Completes pending exchanges. All ranks call it after the same step."""
-        self.components.complete(pending)
-
     def log_decision(self, what: str, level: int = logging.WARNING, *, own: bool = False,
                      event_level: int | None = None) -> None:
         """Adds a text to `decisions`, with the number of training steps so far, and logs it. `own`: True: no other rank knows
@@ -443,11 +438,6 @@ class DistributedJob(JobContext):
             return undone
         rows = gather_values(self.groups, undone, dict[int, int], UNDONE_NBYTES * (1 + len(self.plan.buckets)), "rollbacks")
         return {bucket: bits for row in rows for bucket, bits in row.items()}
-
-    def hand_on(self, old: Worker, new: Worker) -> None:
-        """Transfers residuals and step number from worker `old` to worker `new`, which continues the job."""
-        hand_over(old, new, self.memory.gradient_effect, self.memory.rate, world=self.world,
-                  pending=() if self.local is None else self.local.pending_residuals.slices)
 
     def _waiting(self) -> Waiting:
         """Returns the step, or the call between two steps, that might be waiting for other ranks now."""
