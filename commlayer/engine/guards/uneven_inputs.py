@@ -103,10 +103,6 @@ class UnevenInputs:
             yield (f"session.join() is not supported with {type(optimizer).__name__}, which steps on all ranks together, "
                    "including those without batches; use the optimizer that it shards")
 
-    def send(self) -> None:
-        """Sends to the other ranks, before a step's first gradient, that this rank has a batch."""
-        self._send(active=True)
-
     def end_step(self) -> None:
         """Records that the step has ended or was aborted."""
         self._sent = False
@@ -125,7 +121,8 @@ class UnevenInputs:
                                "a backward pass of this session runs inside another session's join(), so ranks that run out of "
                                "batches would not take part in it: enter both, with first.join(), second.join()")
 
-    def _send(self, *, active: bool) -> None:
+    def send(self, *, active: bool = True) -> None:
+        """Sends to the other ranks, before a step's first gradient, whether this rank has a batch."""
         if self.inside and not self._sent:
             self._read()  # receives the rows of a step that was aborted
             self._sent = True
@@ -229,7 +226,7 @@ class UnevenInputs:
 def _next(sessions: Sequence[UnevenInputs]) -> UnevenInputs:
     """Returns the session which the other ranks train next, or in which this rank can wait for them."""
     for session in sessions:
-        session._send(active=False)
+        session.send(active=False)
     deadline = time.monotonic() + sessions[0]._deadline_s
     while len(sessions) > 1 and time.monotonic() < deadline:
         for session in sessions:

@@ -292,7 +292,7 @@ class StepLoop(Driver):
         self._observe()
 
     def _end_local_step(self) -> None:
-        self._finite.check_local_step()
+        self._finite.check_running_steps()
         begin = time.perf_counter()
         self.context.components.end_local_step()
         self._worker.stopwatch.skip(time.perf_counter() - begin)
@@ -379,7 +379,7 @@ class StepLoop(Driver):
         """Starts to observe whether the script applies or clears the averages in `.grad`. `known`: parameters whose averages
         have already been reported as applied or discarded."""
         self._written = self._gradients()
-        self._finite.check_averages()
+        self._finite.check_running_steps()
         self._use.note_written(keeps=self._worker.keeps, known=known)
 
     def _observe(self, *, between: bool = True) -> None:
