@@ -39,8 +39,8 @@ from commlayer.engine.start.connect import connect
 from commlayer.engine.start.plan_choice import requested_plan
 from commlayer.engine.start.rendezvous import StartExchange, resolve_process_group
 from commlayer.engine.step.driver import SoloDriver
-from commlayer.engine.step.module_driver import ModuleDriver
 from commlayer.engine.step.quiet_ddp import QuietDDP, check_silenceable
+from commlayer.engine.step.step_loop import StepLoop
 from commlayer.engine.sync.sync_modes import LocalSteps, check_forward, check_local, forbidden_by_model, requested_modes
 from commlayer.engine.worker.clipping import Clipping, check_clip_grad_norm, clipping
 from commlayer.errors import CommError, InvalidInput, exit_reason
@@ -54,7 +54,7 @@ log = logging.getLogger("commlayer")
 class Session:
     """A session of one attached model. `attach()` returns it."""
 
-    def __init__(self, driver: SoloDriver | ModuleDriver, replica: Replica, clips: Clipping | None = None) -> None:
+    def __init__(self, driver: SoloDriver | StepLoop, replica: Replica, clips: Clipping | None = None) -> None:
         self._driver, self._replica, self._clips = driver, replica, clips
         self._context = driver.context
         self._inspection = Inspection(self._context)
@@ -174,7 +174,7 @@ class Session:
             return True
         directory, context = Path(directory), self._context
         try:
-            context.complete()
+            context.components.complete(Pending.RUNNING)
             found = checkpoint.find(context.groups, context.rank, context.world, directory)
             if found is None:
                 if context.rank == 0:
@@ -374,10 +374,10 @@ def attach(
             raise
     context.on_close.append(claim.release)
     context.stream.total_steps = steps or 0
-    driver: SoloDriver | ModuleDriver
+    driver: SoloDriver | StepLoop
     if isinstance(context, DistributedJob):
-        driver = ModuleDriver(model, context, optimizer=optimizer, scaler=grad_scaler, config=settings, outer=outer,
-                              ddp=None if ddp is None else QuietDDP(ddp), clips=norm is not None)
+        driver = StepLoop(model, context, optimizer=optimizer, scaler=grad_scaler, config=settings, outer=outer,
+                          ddp=None if ddp is None else QuietDDP(ddp), clips=norm is not None)
         if settings.join and context.groups.local == 0:  # else nothing reads its events
             context.on_close.append(PowerMeter(context.stream.log).close)
         start_tuning(context, settings)

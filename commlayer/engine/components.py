@@ -24,19 +24,18 @@ C = TypeVar("C")
 
 class ComponentOrder(IntEnum):
     """Order in which a job calls its components. Components that find lost members come first. Then local steps begin or end,
-    and the loop and the hooks adapt to the new sync mode. Checks of what all ranks have done follow, then components that might
+    and the loop adapts to the new sync mode. Checks of what all ranks have done follow, then components that might
     change the plan, then those that only measure. The last component sends the row of all of them."""
 
     JOB = 0
     SCHEDULE = 1
     LOOP = 2
-    DRIVER = 3
-    CHECKS = 4
-    CONTROLLER = 5
-    TRACE = 6
-    STALE_PLAN = 7
-    OTHER = 8
-    ROWS = 9
+    CHECKS = 3
+    CONTROLLER = 4
+    TRACE = 5
+    STALE_PLAN = 6
+    OTHER = 7
+    ROWS = 8
 
 
 class Pending(IntEnum):

@@ -221,7 +221,7 @@ def test_state_for_a_joining_worker_is_bounded_by_its_model(
     hostile.request(soon, put=put)
     for rank, home in ((HOSTILE, hostile), (2, other)):
         home.request(soon, put=[(("state/1.2.1/end0", rank), b"")])
-    relay = StateRelay(NewestEpoch(EPOCH, 0.0), EPOCH, 1, WAIT_S, 0.0, most_nbytes)
+    relay = StateRelay(NewestEpoch(lambda: EPOCH, 0.0), EPOCH, 1, WAIT_S, 0.0, most_nbytes)
     before = memory_nbytes("VmRSS")
     line = outcome(lambda: relay.give(b"", b"", givers, joining) if how == "give" else relay.take(lambda *_: None))
     assert_refused(line, "E-FRAME" if size == "noise" else "E-SIZE", "worker 0")
@@ -236,7 +236,7 @@ def test_state_for_a_joining_worker_is_taken_from_members_only(
     named = msgspec.msgpack.encode((100, 0, givers, [2 if (givers, giver) == ([0], HOSTILE) else 1]))
     hostile.request(time.monotonic() + WAIT_S, put=[
         (("state/1", HOSTILE), named), (("state/1.1.1/giver0", ANY), msgspec.msgpack.encode(giver))])
-    relay = StateRelay(NewestEpoch(EPOCH, 0.0), EPOCH, 1, 0.5, 0.0, 1000)
+    relay = StateRelay(NewestEpoch(lambda: EPOCH, 0.0), EPOCH, 1, 0.5, 0.0, 1000)
     assert_refused(outcome(lambda: relay.take(lambda *_: None)), "E-FRAME", "worker 0")
 
 

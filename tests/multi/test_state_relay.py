@@ -93,7 +93,7 @@ def relay(newest: NewestEpoch, at: Epoch, own: int, limit_s: float = WAIT_S) -> 
 
 
 def only(own: int) -> StateRelay:
-    return relay(NewestEpoch(FIRST, 0.0), FIRST, own)
+    return relay(NewestEpoch(lambda: FIRST, 0.0), FIRST, own)
 
 
 @pytest.mark.parametrize(("own", "common"), [(b"", b""), (OWN, b""), (b"", COMMON), (OWN, COMMON), (COMMON, OWN)])
@@ -137,7 +137,8 @@ def test_member_whose_state_has_another_size_gives_nothing(desks: Desks) -> None
 @pytest.mark.parametrize("leaves", [0, 1, 2])
 def test_others_begin_again_if_one_leaves(leaves: int, desks: Desks) -> None:
     """Worker 0 has announced the state, worker 1 has begun to give it, or worker 2 has read it in part."""
-    newest = [NewestEpoch(FIRST, WAIT_S) for _ in range(WORLD)]
+    epochs = [FIRST] * WORLD
+    newest = [NewestEpoch(partial(epochs.__getitem__, rank), WAIT_S) for rank in range(WORLD)]
     remaining = [rank for rank in range(WORLD) if rank != leaves]
 
     def leave() -> None:
@@ -146,8 +147,7 @@ def test_others_begin_again_if_one_leaves(leaves: int, desks: Desks) -> None:
                1: [(("state/2.2.2/giver1", ANY), b"\1")], 2: [(("state/2.2.2/end0", 2), b"")]}[leaves]
         desks.own().request(time.monotonic() + WAIT_S, put=put)
         time.sleep(0.5)
-        for each in newest:
-            each.epoch = epoch(3, *remaining)
+        epochs[:] = [epoch(3, *remaining)] * WORLD
 
     def give(rank: int) -> None:
         newest[rank].run(lambda now: relay(newest[rank], now, rank).give(
@@ -164,14 +164,15 @@ def test_others_begin_again_if_one_leaves(leaves: int, desks: Desks) -> None:
 
 def test_changes_of_other_members_do_not_disturb_a_transfer(desks: Desks) -> None:
     """A worker registers and leaves again and again. Ranks learn of it at different times, some not at all."""
-    newest = [NewestEpoch(FIRST, WAIT_S) for _ in range(WORLD)]
+    epochs = [FIRST] * WORLD
+    newest = [NewestEpoch(partial(epochs.__getitem__, rank), WAIT_S) for rank in range(WORLD)]
     over = threading.Event()
 
     def change() -> None:
         for generation in range(3, 1000):
             if over.wait(0.01):
                 return
-            newest[generation % (WORLD - 1)].epoch = epoch(generation, *range(WORLD), *([9] if generation % 2 else []))
+            epochs[generation % (WORLD - 1)] = epoch(generation, *range(WORLD), *([9] if generation % 2 else []))
 
     def give(rank: int) -> None:
         newest[rank].run(lambda now: relay(newest[rank], now, rank).give(OWN, COMMON, [0, 1], JOINS))
@@ -184,7 +185,7 @@ def test_changes_of_other_members_do_not_disturb_a_transfer(desks: Desks) -> Non
         *_, first, second = desks.run(lambda: give(0), lambda: give(1), lambda: take(2), lambda: take(3))
         over.set()
         changes.result()
-    assert newest[0].epoch.generation > 5
+    assert epochs[0].generation > 5
     assert first == second == (OWN, COMMON)
     assert desks.nbytes.total() < 1.1 * len(OWN + COMMON), "each byte is uploaded once"
 
@@ -202,7 +203,7 @@ def test_giver_that_hangs_is_dropped_because_all_others_wait_for_it(opened: Open
 
     def lost(act: Callable[[StateRelay], Any], rank: int) -> str:
         with pytest.raises(PeerLost) as caught:
-            act(StateRelay(NewestEpoch(FIRST, 0.0), FIRST, rank, 0.5, WAIT_S, MOST_NBYTES))
+            act(StateRelay(NewestEpoch(lambda: FIRST, 0.0), FIRST, rank, 0.5, WAIT_S, MOST_NBYTES))
         return f"{caught.value.peer}: {caught.value.what}"
 
     def give(one: StateRelay) -> None:
@@ -216,7 +217,7 @@ def test_giver_that_hangs_is_dropped_because_all_others_wait_for_it(opened: Open
 def test_missing_giver_ends_the_wait_at_the_deadline_by_name(desks: Desks) -> None:
     desks.be(2)
     with pytest.raises(DeadlineExceeded, match=r"worker 0: .*state for a joining worker.*E-DEADLINE") as caught:
-        relay(NewestEpoch(FIRST, 0.0), FIRST, 2, limit_s=0.3).take(lambda *state: state)
+        relay(NewestEpoch(lambda: FIRST, 0.0), FIRST, 2, limit_s=0.3).take(lambda *state: state)
     assert caught.value.peer == "worker 0"
 
 
@@ -224,4 +225,4 @@ def test_error_of_the_store_is_raised_if_no_newer_epoch_arrives(desks: Desks, op
     desks.be(2)
     opened[0].close()
     with pytest.raises(CommError):
-        relay(NewestEpoch(FIRST, 0.1), FIRST, 2, limit_s=1.0).take(lambda *state: state)
+        relay(NewestEpoch(lambda: FIRST, 0.1), FIRST, 2, limit_s=1.0).take(lambda *state: state)

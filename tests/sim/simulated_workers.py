@@ -227,11 +227,11 @@ class Worker:
 
     def __init__(self, world: Network, rank: int, home: Home) -> None:
         self.world, self.id, self.home = world, rank, home
-        self.worker = self.uplink = self
+        self.worker = self.uplink = self.membership = self
         self.newest, self.first, self.step = world.newest, STEPS, 0
         self.alive, self.hung, self.done, self.started = True, False, False, False
         self.transport = Link(world, rank)
-        self.components = SimpleNamespace(add=lambda each: None, remove=lambda each: None)
+        self.components = SimpleNamespace(add=lambda each: None, remove=lambda each: None, complete=lambda pending: None)
         self.members: Any = FixedMembers()
         self.local, self.site = world.local or None, LocalSite()
         self.job = SimpleNamespace(numel=FOLLOW_NBYTES if world.follows else 0)
@@ -311,9 +311,6 @@ class Worker:
     def begun(self) -> bool:
         return bool(self.sent or self.group)
 
-    def subscribe_epochs(self, on_epoch: Callable[[Epoch], object]) -> None:
-        on_epoch(self.newest)
-
     def switch_epoch(self, epoch: Epoch) -> None:
         self.epoch = epoch
         if halves := [rank for rank in self.ranks if not {*self.world.members[rank].home.ranks} <= {*self.ranks}]:
@@ -324,8 +321,6 @@ class Worker:
         return self._request(server, header, msgspec.msgpack.encode(Joins(number, member, generation)))
 
     def await_report(self, handle: Handle) -> None: ...
-
-    def complete(self, pending: object) -> None: ...
 
     def check(self) -> None: ...
 
@@ -572,5 +567,3 @@ class Worker:
     def hear(self) -> None:
         """Receives the coordinator's newest epoch."""
         self.newest = self.world.newest
-        if self.started:
-            self.members.adopt_epoch(self.newest)

@@ -125,21 +125,21 @@ class Held:
         if until_awaited:
             worker.take, self._wait, worker.wait = self._awaited, worker.wait, self._all_awaited
 
-    def _arrived(self, way: Any, *args: Any) -> None:
+    def _arrived(self, bucket: Any, *args: Any) -> None:
         with self._lock:
-            held = way.bucket.id in self.buckets
+            held = bucket.id in self.buckets
             if held:
-                self._waiting.append((way, *args))
+                self._waiting.append((bucket, *args))
                 self.count += 1
         if not held:
-            self._answered(way, *args)
+            self._answered(bucket, *args)
 
     def _awaited(self, bucket: Any, deadline: float | None) -> bool:
         if deadline is not None and bucket.id in self.buckets:
             self.awaited.add(bucket.id)
             with self._lock:
                 self.buckets -= {bucket.id}
-                self._let([args for args in self._waiting if args[0].bucket is bucket])
+                self._let([args for args in self._waiting if args[0] is bucket])
             present = self._take(bucket, deadline)
             self.buckets |= {bucket.id}
             return present

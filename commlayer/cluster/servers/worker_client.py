@@ -12,7 +12,7 @@ import msgspec
 from commlayer.callbacks import ignore
 from commlayer.cluster.calls import messages
 from commlayer.cluster.membership import client
-from commlayer.cluster.membership.client import Membership, OnEpoch
+from commlayer.cluster.membership.client import Membership
 from commlayer.cluster.processes.child_processes import EmbeddedServer
 from commlayer.cluster.servers.dialing import NOTE_AFTER_S, make_dial
 from commlayer.cluster.servers.summation_server import Joins, read_stalled
@@ -117,10 +117,6 @@ class WorkerClient:
         """Raises the failure that the coordinator has reported, if there was one."""
         if self._failure is not None:
             raise self._failure
-
-    def subscribe_epochs(self, on_epoch: OnEpoch) -> None:
-        """Subscribes to newer epochs. If a newer epoch has already arrived, calls `on_epoch` at once."""
-        self.membership.subscribe(on_epoch)
 
     def switch_epoch(self, epoch: Epoch) -> None:
         """Switches to the epoch. Departures of peers outside that epoch are ignored from now on."""

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import sys
 from collections.abc import Collection, Iterator, Sequence
+from typing import TypeVar
 
 import torch
 
@@ -37,6 +38,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 
 ALIGN = 64
+T = TypeVar("T")
 
 
 class BucketLayout:
@@ -55,10 +57,9 @@ class BucketLayout:
             at += s.numel
         return views
 
-    def pairs(
-        self, tensors: Sequence[torch.Tensor | None], views: Sequence[torch.Tensor],
-    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Returns pairs (view, the same elements of the tensor) for all slices whose tensor is not None.
+    def pairs(self, tensors: Sequence[torch.Tensor | None], views: Sequence[T]) -> list[tuple[T, torch.Tensor]]:
+        """Returns pairs (view, the same elements of the tensor) for all slices whose tensor is not None. `views`: one value
+        for each slice.
 
         A complete tensor can have any strides. A split tensor must be contiguous; see `contiguous`.
         """

@@ -81,6 +81,8 @@ class Step:
         self.counters, self.recorder = Counters(), Recorder()
         self.sent_at = 0.0
         """Value of time.monotonic() when the first bucket of the current exchange was sent; 0 before."""
+        self.stalled: dict[int, tuple[int, tuple[int, ...]]] = {}
+        """For each bucket, by id: the last report of its server, with the step, and the workers for which the server waits."""
         self._lock = threading.Lock()
         self._awaited: list[Arrivals] = []
 

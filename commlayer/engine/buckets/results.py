@@ -28,15 +28,12 @@ class SparseResult:
     def write(self, factor: float | torch.Tensor, targets: Sequence[torch.Tensor | None]) -> None:
         """Writes each slice times `factor` into its target. A target of None skips a slice. Elements without an entry become 0.
         """
-        for number, (s, shape, target) in enumerate(zip(self._layout.slices, self._layout.shapes, targets, strict=True)):
-            if target is None:
-                continue
-            to = target.detach() if target.shape == shape else target.detach().view(-1)[s.start : s.stop]
-            idx, values = self._slice(number)
+        for number, target in self._layout.pairs(targets, range(len(targets))):
+            to, (idx, values) = target.detach(), self._slice(number)
             if to.is_contiguous() and to.dtype == torch.float32:
                 kernels.host().scatter_add(to.zero_().view(-1), idx, values * factor)
             else:
-                torch.mul(_spread(idx, values, s.numel).view(shape), factor, out=to)
+                torch.mul(_spread(idx, values, to.numel()).view(to.shape), factor, out=to)
 
     def _slice(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
         low, high = self._cuts[number], self._cuts[number + 1]
@@ -73,19 +70,13 @@ class EncodedResult:
 
     def write(self, factor: float | torch.Tensor, targets: Sequence[torch.Tensor | None]) -> None:
         """Decodes each slice, times `factor`, into its target. A target of None skips a slice."""
-        s, target = self._layout.slices[0], targets[0]
-        if len(targets) == 1 and target is not None:
-            to = target.detach()
-            to = to if to.shape == self._layout.shapes[0] else to.view(-1)[s.start : s.stop]
-            if to.is_contiguous() and to.dtype == torch.float32:
-                self._decode(to.view(-1))
-                to.mul_(factor)
-                return
-        if all(each is None for each in targets):
-            return
-        elements = self.to_dense().mul_(factor)
-        pairs = self._layout.pairs(targets, self._layout.views(elements))
-        torch._foreach_copy_([target.detach() for _, target in pairs], [view for view, _ in pairs])
+        into = [(number, target.detach()) for number, target in self._layout.pairs(targets, range(len(targets)))]
+        if len(targets) == 1 and into and into[0][1].is_contiguous() and into[0][1].dtype == torch.float32:
+            self._decode(into[0][1].view(-1))
+            into[0][1].mul_(factor)
+        elif into:
+            views = self._layout.views(self.to_dense().mul_(factor))
+            torch._foreach_copy_([to for _, to in into], [views[number] for number, _ in into])
 
     def to_dense(self) -> torch.Tensor:
         elements = torch.empty(self._layout.numel)

@@ -142,7 +142,7 @@ def save(
 
 def _save(context: JobContext, replica: Replica, directory: Path, extra: Mapping[str, Any], *, model: bool) -> None:
     job = context if isinstance(context, DistributedJob) else None
-    context.complete(Pending.ALL_STEPS)
+    context.components.complete(Pending.ALL_STEPS)
     groups, plan = context.groups, context.plan  # these calls may have changed them
     undone: dict[int, int] = {}
     with all_or_none(groups, SAVING):

@@ -38,7 +38,6 @@ from commlayer.engine.epochs.plan_switch import Recut
 from commlayer.engine.epochs.replica import Replica
 from commlayer.engine.epochs.schedule import LEAD, MOST_AT_ONCE, EpochProposal, Joining, agreed, decide, propose
 from commlayer.engine.epochs.state_relay import BATCH_NBYTES, WINDOW, NewestEpoch, StateRelay
-from commlayer.engine.hooks.callbacks import weakly
 from commlayer.engine.job.fixed_members import FixedMembers
 from commlayer.engine.job.job import DistributedJob
 from commlayer.errors import CommError, InvalidInput, PeerLost
@@ -56,8 +55,7 @@ keep results only for a short time, so a later worker might have to join again."
 
 
 class ChangingMembers(FixedMembers):
-    """The members of a job that can change. The membership threads call `adopt_epoch`; the training thread calls everything
-    else."""
+    """The members of a job that can change. Only the training thread calls this object."""
 
     elastic = True
 
@@ -66,7 +64,7 @@ class ChangingMembers(FixedMembers):
         joined the job so far."""
         super().__init__()
         self._context, self._config, self._home, self._replica = context, config, home, replica
-        self._newest = NewestEpoch(context.uplink.epoch, context.waits.notice_s, reconnect_window_s(config))
+        self._newest = NewestEpoch(lambda: context.uplink.membership.newest, context.waits.notice_s, reconnect_window_s(config))
         self._known: dict[int, Member] = {}
         """All workers of which this rank knows that they are or were members, by number."""
         self._rows = context.rows.section("members", stays=True)
@@ -99,7 +97,6 @@ class ChangingMembers(FixedMembers):
         context.members = self
         context.components.add(self)
         context.components.add(Recut(context))
-        context.uplink.subscribe_epochs(weakly(self.adopt_epoch))
 
     @contextlib.contextmanager
     def without_joins(self) -> Iterator[None]:
@@ -108,10 +105,6 @@ class ChangingMembers(FixedMembers):
             yield
         finally:
             self._admits = before
-
-    def adopt_epoch(self, epoch: Epoch) -> None:
-        self._known |= {member.rank: member for member in epoch.members}
-        self._newest.epoch = epoch
 
     def departed(self, wait_s: float) -> list[str]:
         until, worker = time.monotonic() + wait_s, self._context.worker
@@ -131,13 +124,10 @@ class ChangingMembers(FixedMembers):
         reply again before the wait ends."""
         return continue_wait_s(self._config)
 
-    def end_step(self) -> None:
-        self._next_row()
-
     def end_exchange(self, *, early: bool) -> None:
-        self._next_row()
+        self.end_step()
 
-    def _next_row(self) -> None:
+    def end_step(self) -> None:
         self.settle()
         context = self._context
         self._row_step, self.row_exchanged_steps = context.worker.step, context.exchanged_steps
@@ -148,6 +138,7 @@ class ChangingMembers(FixedMembers):
         """Returns proposals for the next sites, as far as this rank knows them: first sites that join, then sites that first
         follow results."""
         newest, is_transferring = self._newest.epoch, self._transfer is not None and self._transfer.is_alive()
+        self._known |= {member.rank: member for member in newest.members}
         new = group_by_site(m for m in newest.members if m.rank not in self.admitted)
         if self._joining or self._following or is_transferring:
             new = []
@@ -224,7 +215,8 @@ class ChangingMembers(FixedMembers):
         return worker.step + worker.begun if worker.plan.steps_locally else self._row_step + LEAD
 
     def _member(self, one: Joining) -> Member:
-        return self._known.get(one.member, Member(one.member, one.site, "", site_world=one.workers))
+        known = self._known | {member.rank: member for member in self._newest.epoch.members}
+        return known.get(one.member, Member(one.member, one.site, "", site_world=one.workers))
 
     def _missing(self) -> list[int]:
         """Waits for the row in flight, if there is one. Returns the members that have not sent it, and the other members of
@@ -258,7 +250,7 @@ class ChangingMembers(FixedMembers):
         self._end_transfer()
         for handle in self._reported:
             context.uplink.await_report(handle)
-        context.complete(Pending.STEP)  # which averages of the last step were not applied
+        context.components.complete(Pending.STEP)  # which averages of the last step were not applied
         if worker.late:
             worker.drain()
         context.rows.send()
@@ -291,7 +283,7 @@ class ChangingMembers(FixedMembers):
         context = self._context
         if self._transfer is not None:
             self._transfer.join(REQUESTS_S)
-        context.complete(Pending.STEP)
+        context.components.complete(Pending.STEP)
         context.rows.send()
         state = self._replica.state_for_joiner(context, context.plan, context.uplink.epoch)
         self._snapshot = frozenset(one.member for one in following), frozenset(state)
@@ -300,10 +292,8 @@ class ChangingMembers(FixedMembers):
 
     def _await_epoch(self, joining: Sequence[Joining]) -> None:
         """Waits until this rank knows an epoch in which these workers are members."""
-        known = self._context.uplink.membership.await_epoch(max(one.generation for one in joining),
-                                                            self._context.waits.notice_s + continue_wait_s(self._config))
-        if known.generation > self._newest.epoch.generation:  # a membership thread is about to report it
-            self.adopt_epoch(known)
+        self._context.uplink.membership.await_epoch(max(one.generation for one in joining),
+                                                    self._context.waits.notice_s + continue_wait_s(self._config))
 
     def _start_transfer(self, givers: Sequence[int], joining: Sequence[Joining], state: tuple[bytes, bytes], name: str) -> None:
         self._receivers = tuple(peer_name(one.member) for one in joining)

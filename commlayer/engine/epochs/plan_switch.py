@@ -15,6 +15,7 @@ from commlayer.engine.components import Component, ComponentOrder, Pending
 from commlayer.engine.job.job import DistributedJob
 from commlayer.engine.job.plan_agreement import OfferedPlan, encode_lowered_plan, plan_in
 from commlayer.engine.sync.sync_modes import with_modes
+from commlayer.engine.worker.plan_handover import hand_over
 from commlayer.engine.worker.worker import Worker
 from commlayer.errors import CommError, InvalidInput
 from commlayer.records import Member, Plan, group_by_site, plan_for_members, with_updates
@@ -35,18 +36,13 @@ def switch(context: DistributedJob, plan: Plan | None, *, by_itself: bool = Fals
     are then left out. Between two plans of local steps, remaining steps are then exchanged under the new plan; until then
     weights can differ between ranks.
     """
-    again = False
-    while True:
-        before, generation = context.uplink.epoch.members, context.generation
-        try:
-            prepared = _prepare(context, plan, by_itself=by_itself, again=again)
-            break
-        except CommError as error:
-            if not requested:
-                raise
-            context.drop_call(error, generation)
-            context.members.continue_without_departed()
-            plan, again = _plan_for_remaining(plan, before, context.uplink.epoch.members), True
+    former = context.uplink.epoch.members
+
+    def prepare() -> _Prepared | None:
+        members = context.uplink.epoch.members
+        return _prepare(context, _plan_for_remaining(plan, former, members), by_itself=by_itself, again=members != former)
+
+    prepared = context.retry_on_epoch_change(prepare, ends_job=True) if requested else prepare()
     if prepared is not None:
         _complete(context, prepared)
 
@@ -54,7 +50,7 @@ def switch(context: DistributedJob, plan: Plan | None, *, by_itself: bool = Fals
 def _plan_for_remaining(plan: Plan | None, before: Sequence[Member], now: Sequence[Member]) -> Plan | None:
     """Returns the plan for the remaining members: where the plan names one codec per worker, the codecs of lost workers are
     removed."""
-    if plan is None or any(b.by_node and len(b.by_node) != len(group_by_site(before)) for b in plan.buckets):
+    if plan is None or now == before or any(b.by_node and len(b.by_node) != len(group_by_site(before)) for b in plan.buckets):
         return plan
     return plan_for_members(plan, before, now)
 
@@ -70,7 +66,7 @@ class _Prepared(NamedTuple):
 def _prepare(context: DistributedJob, plan: Plan | None, *, by_itself: bool, again: bool) -> _Prepared | None:
     """Agrees with all ranks on the plan, and completes exchanges. `again`: True for a repetition, in which rank 0 might be
     another worker than before, and have no plan; then returns None."""
-    context.complete(Pending.DUE)
+    context.components.complete(Pending.DUE)
     if again and not gather(context.groups, [plan is not None])[0][0]:
         context.log_decision("the plan switch was cancelled: its proposer, the former rank 0, has left")
         return None
@@ -85,7 +81,7 @@ def _prepare(context: DistributedJob, plan: Plan | None, *, by_itself: bool, aga
     if old.plan.steps_locally and not agreed.steps_locally and len({row.memory for row in rows}) > 1:
         agreed, note = _updates_still(agreed, by_itself=by_itself)
     # Under another automatic plan of local steps, the steps so far belong to its first exchange.
-    context.complete(Pending.RUNNING if by_itself and agreed.steps_locally else Pending.ALL_STEPS)
+    context.components.complete(Pending.RUNNING if by_itself and agreed.steps_locally else Pending.ALL_STEPS)
     with all_or_none(groups, "switch()"):  # after it no message to a server is in flight
         if agreed.steps_locally and context.norms_differ and context.matched:
             raise InvalidInput("E-SHARDED", "plan: it has local steps whose averages are scaled to a norm, which would differ "
@@ -105,7 +101,8 @@ def _complete(context: DistributedJob, prepared: _Prepared) -> None:
         new.close()
         raise
     context.terms.basis = None
-    context.hand_on(old, new)
+    hand_over(old, new, context.memory.gradient_effect, context.memory.rate, world=context.world,
+              pending=() if context.local is None else context.local.pending_residuals.slices)
     context.follow(new)
     old.close()
     old.forget_states()
@@ -120,8 +117,10 @@ def _send(context: DistributedJob, prepared: _Prepared) -> None:
     again. This has no effect on a server that has the plan. Any other failure ends the job, because only some servers might
     have switched."""
     old, new, link = context.worker, prepared.worker, context.uplink
-    while True:
-        generation, before = context.generation, link.epoch.members
+    plan, former = new.plan, link.epoch.members
+
+    def send() -> None:
+        new.plan = _plan_for_remaining(plan, former, link.epoch.members) or plan
         try:
             with all_or_none(context.groups, "switch()"):
                 for server in range(len(link.epoch.servers)):
@@ -129,15 +128,14 @@ def _send(context: DistributedJob, prepared: _Prepared) -> None:
                         mine = {b.id: prepared.undone[b.id] for b in old.plan.buckets
                                 if b.server == server and b.id in prepared.undone}
                         link.send_plan(server, records.encode(new.plan), new.now.generation, mine)
-            return
         except Exception as error:
-            cause = error if isinstance(error, CommError) else error.__cause__
-            if not isinstance(cause, CommError):
-                cause = CommError(f"the switch to another plan failed: {error}")
-                old.latch(cause)
-            context.drop_call(cause, generation)
-            context.members.continue_without_departed()
-            new.plan = _plan_for_remaining(new.plan, before, link.epoch.members) or new.plan
+            if isinstance(error, CommError) or isinstance(error.__cause__, CommError):
+                raise
+            failed = CommError(f"the switch to another plan failed: {error}")
+            old.latch(failed)
+            raise failed from error
+
+    context.retry_on_epoch_change(send, ends_job=True)
 
 
 class Recut(Component):

@@ -31,28 +31,28 @@ LOOK_S = 0.5
 """Seconds between two checks by a waiting member whether a worker that takes part has left."""
 
 
-class PartnerLost(Exception):
-    """Error: a worker that takes part in the transfer of a state has left the job."""
+class TransferRestarted(Exception):
+    """Error: the transfer of a state begins again, because a worker that takes part has left, or no member gives it yet."""
 
 
 class NewestEpoch:
-    """The coordinator's newest epoch on one rank. The membership threads set `epoch`."""
+    """The coordinator's newest epoch on one rank."""
 
-    def __init__(self, epoch: Epoch, notice_s: float, away_s: float = 0.0) -> None:
-        """`notice_s`: seconds to wait for a new epoch from the coordinator. `away_s`: seconds for which requests to an
-        unresponsive coordinator are repeated."""
-        self.epoch, self._notice_s, self.away_s = epoch, notice_s, away_s
+    def __init__(self, newest: Callable[[], Epoch], notice_s: float, away_s: float = 0.0) -> None:
+        """`newest` returns the newest epoch that has arrived. `notice_s`: seconds to wait for a new epoch from the coordinator.
+        `away_s`: seconds for which requests to an unresponsive coordinator are repeated."""
+        self._newest, self._notice_s, self.away_s = newest, notice_s, away_s
 
-    def adopt_epoch(self, epoch: Epoch) -> None:
-        self.epoch = epoch
+    @property
+    def epoch(self) -> Epoch:
+        return self._newest()
 
     def run(self, act: Callable[[Epoch], T]) -> T:
-        """Runs `act` with the newest epoch. If a worker that takes part leaves during the call, runs it again from its
-        start."""
+        """Runs `act` with the newest epoch, and again from its start whenever it raises TransferRestarted."""
         while True:
             try:
                 return act(self.epoch)
-            except PartnerLost:
+            except TransferRestarted:
                 continue
 
     def any_not_member(self, workers: Iterable[int]) -> bool:
@@ -234,7 +234,7 @@ class StateRelay:
             if fits and not self._newest.any_not_member(among) and self._partners <= {*among}:
                 break
             if self._newest.any_not_member(self._partners):
-                raise PartnerLost
+                raise TransferRestarted
             if not fits or time.monotonic() >= until:
                 present = sorted(member.rank for member in self._newest.epoch.members)
                 raise CorruptFrame(f"names workers {[*among]} for the transfer of a state, but the members are {present}",
@@ -283,12 +283,12 @@ class StateRelay:
                     continue
                 if not self._newest.will_lack(self._partners):
                     raise
-                raise PartnerLost from None
+                raise TransferRestarted from None
             put, give_up = (), math.inf
             if None not in rows:
                 return [row for row in rows if row is not None]
             if lost:
-                raise PartnerLost
+                raise TransferRestarted
             if time.monotonic() >= until:
                 late = [peer_name(self._first if rank == ANY else rank)
                         for (_, rank), row in zip(want, rows, strict=True) if row is None]
@@ -324,7 +324,7 @@ class StateRelay:
                     continue  # this rank has continued with other members
                 if not self._newest.will_lack(self._partners):
                     raise
-                raise PartnerLost from None
+                raise TransferRestarted from None
 
 
 def _unanswered(error: CommError) -> bool:

@@ -59,7 +59,7 @@ class AttachedModel:
 
     def _changed(self) -> bool:
         grouped = [[*map(id, group)] for group in self._groups()]
-        return grouped != self._grouped or any(map(_trained, self._frozen)) or self._marks() != self._seen
+        return grouped != self._grouped or any(p.requires_grad for p in self._frozen) or self._marks() != self._seen
 
     def _holds_others(self, optimizer: Any) -> bool:
         others = {id(p) for _, p in self._others()}
@@ -93,7 +93,3 @@ class AttachedModel:
 
     def _groups(self) -> list[list[Any]]:
         return [group["params"] for group in getattr(self._optimizer, "param_groups", ())]
-
-
-def _trained(p: torch.Tensor) -> bool:
-    return p.requires_grad

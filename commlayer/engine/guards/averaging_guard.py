@@ -54,7 +54,7 @@ class AveragingGuard:
         """Function that is called before each optimizer step. It returns True if steps are local, so that gradients need not be
         averaged. Its argument is True if the step must be counted now, because its gradients come from no exchange and no
         counted backward pass."""
-        self._end = watch(self._before_step, self._after_step)
+        self.remove = watch(self._before_step, self._after_step)
 
     def exchanged(self) -> None:
         """Counts an exchange, in which all parameters take part. Under local steps it counts a backward pass that belongs to a
@@ -66,9 +66,6 @@ class AveragingGuard:
         """Checks parameters after a backward pass. Raises ValueError if a trained parameter is not averaged."""
         self._attached.check(self._latch)
         self._checked = True
-
-    def remove(self) -> None:
-        self._end()
 
     @property
     def step_is_running(self) -> bool:

@@ -78,11 +78,11 @@ class FiniteSteps(Component):
         if dropped and self._found:
             self._count_dropped_step(0, f"gradients of {self._found}", "they are dropped on all ranks")
 
-    def check_averages(self) -> None:
-        """Checks the averages that have just been written into `.grad`, for optimizers whose step is running because its
-        closure ran the backward pass."""
+    def check_running_steps(self) -> None:
+        """Checks the gradients of a backward pass that has just ended, for optimizers whose step is running because its closure
+        ran that pass."""
         for optimizer in self.held.stepping():
-            self._drop(self.held.parameter_numbers(optimizer))
+            self._check(self.held.parameter_numbers(optimizer))
 
     def reset(self) -> None:
         """Resets the check, because new averages for `.grad` are being exchanged."""
@@ -92,6 +92,9 @@ class FiniteSteps(Component):
         mine = self.held.parameter_numbers(optimizer)
         if not mine or find_closure(args, kwargs) is not None or getattr(optimizer, "found_inf", None) is not None:
             return  # gradients arrive during that step, or a fused optimizer skips the step by itself
+        self._check(mine)
+
+    def _check(self, mine: Sequence[int]) -> None:
         if self._context.local is not None:
             self._check_local_gradients(mine)
         else:
@@ -119,12 +122,6 @@ class FiniteSteps(Component):
     def _first(self, mine: Sequence[int]) -> int:
         """Returns the first of these parameter numbers whose gradient is not finite; -1 if all are finite."""
         return first_not_finite([(number, grad) for number in mine if (grad := self._parameters[number].grad) is not None])
-
-    def check_local_step(self) -> None:
-        """Checks the gradients of a local step whose backward pass has just ended, for optimizers whose step is running because
-        its closure ran that pass."""
-        for optimizer in self.held.stepping():
-            self._check_local_gradients(self.held.parameter_numbers(optimizer))
 
     def _check_local_gradients(self, mine: Sequence[int]) -> None:
         """Checks the gradients that this rank is about to apply locally, and drops the step if some are not finite. On a GPU

@@ -60,19 +60,15 @@ def check_model(model: nn.Module) -> None:
             raise InvalidInput("E-SHARDED", f"{name or 'the model'} is under FullyShardedDataParallel (FSDP1), which keeps "
                                             "parameters in flat buffers: use fully_shard() (FSDP2)")
     for name, p in model.named_parameters():
-        check_parameter(name, p)
+        if not is_lazy(p) and p.is_inference():
+            raise InvalidInput("E-MODEL-UNSUPPORTED",
+                               f"{name} was created inside torch.inference_mode(), so it cannot be trained: create the model "
+                               "outside inference_mode()")
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if is_lazy(tensor):
             raise InvalidInput("E-MODEL-UNSUPPORTED",
                                f"{name} has no shape before the first forward pass of its lazy module: run the model once "
                                "on a batch, then call attach()")
-
-
-def check_parameter(name: str, p: torch.Tensor) -> None:
-    if not is_lazy(p) and p.is_inference():
-        raise InvalidInput("E-MODEL-UNSUPPORTED",
-                           f"{name} was created inside torch.inference_mode(), so it cannot be trained: create the model "
-                           "outside inference_mode()")
 
 
 def refuse_steps_in_backward(named: Iterable[tuple[str, torch.Tensor]]) -> None:

@@ -217,7 +217,7 @@ class UnevenInputs:
         if self._context.local is None:
             self._context.retry_on_epoch_change(self._copy)
         else:
-            self._context.complete(Pending.RUNNING)
+            self._context.components.complete(Pending.RUNNING)
             self._context.passes = self._passes
 
     def _copy(self) -> None:

@@ -31,7 +31,7 @@ from commlayer.cluster.servers.worker_client import WorkerClient, leave_job
 from commlayer.compressors import make_codec
 from commlayer.engine.buckets.current_step import Counters
 from commlayer.engine.buckets.units import Units
-from commlayer.engine.components import Components, Pending
+from commlayer.engine.components import Components
 from commlayer.engine.hooks.callbacks import weakly
 from commlayer.engine.job.fixed_members import FixedMembers
 from commlayer.engine.job.plan_agreement import check_plan
@@ -40,7 +40,6 @@ from commlayer.engine.job.row_sender import RowSender
 from commlayer.engine.job.run_events import NO_UNITS, RunEvents
 from commlayer.engine.model.optimizer_state import OptimizerMemory
 from commlayer.engine.sync.local_steps import OuterSteps
-from commlayer.engine.worker.plan_handover import hand_over
 from commlayer.engine.worker.root_cause import RootCause, WaitsFor
 from commlayer.engine.worker.site import LocalSite
 from commlayer.engine.worker.waits import Waiting, WaitNotices
@@ -236,11 +235,12 @@ class JobContext:
         `generation`: epoch in which the call began. None: the current epoch."""
         raise error
 
-    def retry_on_epoch_change(self, act: Callable[[], T]) -> T:
+    def retry_on_epoch_change(self, act: Callable[[], T], *, ends_job: bool = False) -> T:
         """Runs `act`, a function that all ranks run together between two steps. If members leave, the remaining ranks run `act`
         again from its start.
 
-        A collective without one of its ranks fails on all ranks, so all of them repeat it.
+        A collective without one of its ranks fails on all ranks, so all of them repeat it. `ends_job`: in a job whose members
+        stay, such a failure ends this rank's part in the job.
         """
         while True:
             generation = self.generation
@@ -248,14 +248,10 @@ class JobContext:
                 return act()
             except Exception as error:
                 comm_error = error if isinstance(error, CommError) else error.__cause__
-                if not self.elastic or not isinstance(comm_error, CommError):
+                if not isinstance(comm_error, CommError) or not (self.elastic or ends_job):
                     raise
                 self.drop_call(comm_error, generation)
             self.members.continue_without_departed()
-
-    def complete(self, pending: Pending = Pending.RUNNING) -> None:
-        """Completes pending exchanges. All ranks call it after the same step."""
-        self.components.complete(pending)
 
     def log_decision(self, what: str, level: int = logging.WARNING, *, own: bool = False,
                      event_level: int | None = None) -> None:
@@ -449,11 +445,6 @@ class DistributedJob(JobContext):
             return undone
         rows = gather_values(self.groups, undone, dict[int, int], UNDONE_NBYTES * (1 + len(self.plan.buckets)), "rollbacks")
         return {bucket: bits for row in rows for bucket, bits in row.items()}
-
-    def hand_on(self, old: Worker, new: Worker) -> None:
-        """Transfers residuals and step number from worker `old` to worker `new`, which continues the job."""
-        hand_over(old, new, self.memory.gradient_effect, self.memory.rate, world=self.world,
-                  pending=() if self.local is None else self.local.pending_residuals.slices)
 
     def _waiting(self) -> Waiting:
         """Returns the step, or the call between two steps, that might be waiting for other ranks now."""

@@ -19,11 +19,6 @@ REFUSED = b"!"
 """Prefix of an error text that rank 0 sends instead of a plan. (The bytes of a plan start with a brace.)"""
 
 
-def agreed_plan(settle: Callable[[], Plan], groups: Groups | None) -> Plan:
-    """Returns on every rank the plan that settle() returns on rank 0, or raises rank 0's error on every rank."""
-    return plan_in(from_rank_0(lambda: encode_lowered_plan(settle()), groups))
-
-
 def encode_lowered_plan(plan: Plan) -> bytes:
     return records.encode(planner.lower(plan))
 
@@ -56,13 +51,11 @@ class OfferedPlan:
         return data
 
 
-def from_rank_0(make: Callable[[], bytes], groups: Groups | None, wait_s: float = 0.0) -> bytes:
+def from_rank_0(make: Callable[[], bytes], groups: Groups, wait_s: float = 0.0) -> bytes:
     """Returns on every rank the bytes that make() returns on rank 0, or raises rank 0's error on every rank.
 
     `wait_s`: seconds to wait for small results that can take longer than a collective of a step; 0: use a collective.
     """
-    if groups is None:
-        return make()
     offer = OfferedPlan(make, groups.rank)
     return offer.taken(groups.members.exchange_bytes(offer.data, wait_s, "start")[0] if wait_s else
                        groups.share_bytes(offer.data, MAX_PLAN_NBYTES, "a plan"))

@@ -20,7 +20,7 @@ class PlanTerms:
     forbids: Forbids = _allow
     """Function that returns why a plan cannot use a sync mode in this job, or ""; see sync_modes.py."""
     useless: Forbids = _allow
-    """Function that returns why a sync mode would bring no benefit in this job, or "". Set by module_driver.py."""
+    """Function that returns why a sync mode would bring no benefit in this job, or "". Set by step_loop.py."""
     auto: bool = False
     """True: commlayer chooses the plan. False: the user does."""
     optimizer: str = ""

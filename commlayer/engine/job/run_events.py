@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import logging
 import math
-import operator
 import os
 import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from msgspec import structs
@@ -51,18 +49,6 @@ LEAST_UP = 0.1
 NO_UNITS = Units(1)
 
 
-class RunTotals(NamedTuple):
-    """Counters at the end of the last step that has an event."""
-
-    exposed_s: float = 0.0
-    exchange_s: float = 0.0
-    sent_nbytes: int = 0
-    received_nbytes: int = 0
-    exchanges: int = 0
-    up_nbytes: int = 0
-    down_nbytes: int = 0
-
-
 class RunEvents:
     """Appends the events of one session. The training thread calls most methods; `log` and `text` are thread-safe."""
 
@@ -83,7 +69,9 @@ class RunEvents:
         """Samples since the last event about steps, and samples of this rank in each step."""
         self._loss: float | torch.Tensor | None = None
         self._finite = True
-        self._totals, self._counters, self._units = RunTotals(), Counters(), NO_UNITS
+        self._counters, self._units = Counters(), NO_UNITS
+        self._totals: dict[str, float] = {}
+        """Counters at the end of the last step that has an event, with this process's traffic."""
         self._link, self._alone = LinkEvent(), AloneEvent()
 
     def open(self, config: Config, *, rank: int, world: int, run: str, host: str) -> None:
@@ -108,20 +96,19 @@ class RunEvents:
 
     def _emit(self, ended: float) -> None:
         steps, counters, units = self._steps, self._counters, self._units
-        now = RunTotals(counters.exposed_s, counters.exchange_s, counters.sent_nbytes, counters.received_nbytes,
-                        counters.exchanges, TRAFFIC.sent_nbytes, TRAFFIC.received_nbytes)
-        new = RunTotals._make(map(operator.sub, now, self._totals))
-        if self._totals.exchanges and min(new.exchanges, new.sent_nbytes) > 0:
-            HOME.exchange_nbytes = new.sent_nbytes / new.exchanges
-            HOME.up_part = max(LEAST_UP, now.sent_nbytes / (now.sent_nbytes + now.received_nbytes))
+        now = counters.as_dict() | {"up_nbytes": TRAFFIC.sent_nbytes, "down_nbytes": TRAFFIC.received_nbytes}
+        new = {name: total - self._totals.get(name, 0) for name, total in now.items()}
+        if self._totals.get("exchanges") and min(new["exchanges"], new["sent_nbytes"]) > 0:
+            HOME.exchange_nbytes = new["sent_nbytes"] / new["exchanges"]
+            HOME.up_part = max(LEAST_UP, counters.sent_nbytes / (counters.sent_nbytes + counters.received_nbytes))
         # Nothing is known about the time before the first event, which reports that training has begun.
         step_s = (ended - self._since) / steps if self._since else 0.0
-        exposed_s = min(step_s, max(0.0, new.exposed_s) / steps)
-        hidden_s = max(0.0, new.exchange_s / steps - exposed_s) if self._since else 0.0
+        exposed_s = min(step_s, max(0.0, new["exposed_s"]) / steps)
+        hidden_s = max(0.0, new["exchange_s"] / steps - exposed_s) if self._since else 0.0
         self.log.append(StepEvent(
             step=self._last, total=self.total_steps, steps=steps, step_s=step_s, compute_s=step_s - exposed_s,
-            exposed_s=exposed_s, hidden_s=min(step_s, hidden_s), sent_bytes=new.sent_nbytes,
-            received_bytes=new.received_nbytes, up_bytes=new.up_nbytes, down_bytes=new.down_nbytes,
+            exposed_s=exposed_s, hidden_s=min(step_s, hidden_s), sent_bytes=int(new["sent_nbytes"]),
+            received_bytes=int(new["received_nbytes"]), up_bytes=int(new["up_nbytes"]), down_bytes=int(new["down_nbytes"]),
             dense_bytes=steps * self.dense_nbytes,
             loss=self._read_loss(), share=units.weight / units.total if units.total else 0.0, samples=self._samples))
         self._since, self._totals, self._steps, self._samples = ended, now, 0, 0.0

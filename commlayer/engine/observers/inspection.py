@@ -69,9 +69,9 @@ class Inspection:
         learns which of them have left."""
         context = self.context
         if context.local is not None:
-            context.complete(Pending.DUE)
+            context.components.complete(Pending.DUE)
             if wholly and self.may_leave:
-                context.complete(Pending.ALL_EXCHANGES)
+                context.components.complete(Pending.ALL_EXCHANGES)
         if wholly:
             context.members.settle()
 

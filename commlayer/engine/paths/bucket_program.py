@@ -26,7 +26,6 @@ from commlayer.records import Spec
 
 LENGTH_NBYTES = 16
 """Number of bytes before each payload in its slot, which contain the payload's length. These bytes also align the payload."""
-Error = Callable[[], BaseException | None]
 
 
 def collective_nbytes(e: ExchangeStage, own: int, total: int) -> tuple[int, int]:
@@ -60,10 +59,10 @@ class _Coder(NamedTuple):
 
 
 class _Under(NamedTuple):
-    """A running collective, and the function that handles its result."""
+    """The running collectives of an exchange, and the function that handles their result."""
 
-    pending: PendingCollective
-    then: Callable[[], None]
+    pending: Sequence[PendingCollective]
+    then: Callable[[], object]
 
 
 class BucketProgram:
@@ -131,7 +130,8 @@ class BucketProgram:
             self._started.clear()
             self.bucket.ledger.record(self._undo)
         if self._under is not None:
-            self._under.pending.over(NEVER, now.failed)
+            for pending in self._under.pending:
+                pending.over(NEVER, now.failed)
             self._under.then()
             self._under = None
             recorder.add(*self._issued)
@@ -214,11 +214,11 @@ class BucketProgram:
         if e.name in ("allreduce", "reduce", "broadcast"):
             count(span_x.nbytes, span_x.nbytes)
         if e.name == "allreduce":
-            return _Under(channel.allreduce(span_x), ignore)
+            return _Under([channel.allreduce(span_x)], ignore)
         if e.name == "reduce":
-            return _Under(channel.reduce(span_x, e.root), ignore)
+            return _Under([channel.reduce(span_x, e.root)], ignore)
         if e.name == "broadcast":
-            return _Under(channel.broadcast(span_x, e.root), ignore)
+            return _Under([channel.broadcast(span_x, e.root)], ignore)
         sizes = [high - low for low, high in e.parts]
         mine = x[e.parts[e.place][0] : e.parts[e.place][1]]
         if e.name == "reduce_scatter":
@@ -227,7 +227,7 @@ class BucketProgram:
             rows = x.new_empty(e.size * mine.numel())
             count(mine.nbytes, span_x.nbytes)
             pending = channel.alltoall(rows, span_x, [mine.numel()] * e.size, sizes)
-            return _Under(pending, lambda: _copy(torch.sum(rows.view(e.size, -1), 0), mine))
+            return _Under([pending], lambda: mine.copy_(torch.sum(rows.view(e.size, -1), 0)))
         most = max(sizes)
         padded, rows = x.new_zeros(most), x.new_empty(e.size * most)
         padded[: mine.numel()] = mine
@@ -238,7 +238,7 @@ class BucketProgram:
             for row, (low, high) in zip(rows.view(e.size, most), e.parts, strict=True):
                 x[low:high] = row[: high - low]
 
-        return _Under(pending, split_by_tensor)
+        return _Under([pending], split_by_tensor)
 
     def _move_payloads(self, e: ExchangeStage, channel: Channel, count: Callable[[int, int], None]) -> _Under:
         # The tensor is on x's device, because the groups also exchange the elements there.
@@ -247,14 +247,14 @@ class BucketProgram:
             if e.place != e.root:
                 payloads = payloads.new_empty((e.units, e.pieces, slot))
             count(payloads.nbytes, payloads.nbytes)
-            return _Under(channel.broadcast(payloads, e.root), lambda: self._keep(payloads))
+            return _Under([channel.broadcast(payloads, e.root)], lambda: self._keep(payloads))
         if e.name == "alltoall":
             incoming = torch.empty_like(payloads)
             count(payloads.nbytes // e.size, payloads.nbytes)
             pending = channel.alltoall(incoming, payloads.contiguous(), None, None)
             # [member, unit, piece, byte], the members' payloads of one unit side by side
             shape = (e.size, e.units // e.size, e.pieces, slot)
-            return _Under(pending, lambda: self._keep(incoming.view(shape).transpose(0, 1).reshape(shape[1], -1, slot)))
+            return _Under([pending], lambda: self._keep(incoming.view(shape).transpose(0, 1).reshape(shape[1], -1, slot)))
         rows = payloads.new_empty((e.size, e.units, e.pieces, slot))
         count(payloads.nbytes, rows.nbytes)
         if e.name == "gather":
@@ -262,8 +262,8 @@ class BucketProgram:
         else:
             pending = channel.allgather(rows.view(e.size * e.units, e.pieces, slot), payloads.contiguous())
         if e.merges:
-            return _Under(pending, lambda: self._keep(rows.view(-1, e.pieces, slot)))
-        return _Under(pending, lambda: self._keep(rows.transpose(0, 1).reshape(e.units, -1, slot)))
+            return _Under([pending], lambda: self._keep(rows.view(-1, e.pieces, slot)))
+        return _Under([pending], lambda: self._keep(rows.transpose(0, 1).reshape(e.units, -1, slot)))
 
     def _reduce_coded(self, e: ExchangeStage, channel: Channel, count: Callable[[int, int], None]) -> _Under:
         """Sums one round of a codec's payloads by all-reduce, without decoding them. Only codecs with SUM rounds can do this.
@@ -287,7 +287,7 @@ class BucketProgram:
                 room = slot.numpy().data[LENGTH_NBYTES:]
                 slot[:8].view(torch.int64)[0] = codec.next(r, self._result, coder.state, room)
 
-        return _Under(_All(works), merge)
+        return _Under(works, merge)
 
     def _reduced(self) -> tuple[_Coder, torch.Tensor]:
         """Returns the only encoder of a path whose payloads are summed by all-reduce, and its payload slot."""
@@ -307,15 +307,6 @@ class BucketProgram:
         self._payloads = payloads
 
 
-class _All(PendingCollective):
-    def __init__(self, works: Sequence[PendingCollective]) -> None:
-        self._works = works
-
-    def over(self, deadline: float, failed: Error = lambda: None) -> None:
-        for work in self._works:
-            work.over(deadline, failed)
-
-
 def within(cut: Ranges, span: Range) -> Ranges:
     """Returns the part of `cut` (element ranges of a bucket) inside `span`, counted from the start of `span`. None means all
     elements."""
@@ -331,8 +322,3 @@ def _payload(slot: torch.Tensor, *, as_tensor: bool = False) -> Buffer:
         raise CorruptFrame(f"the payload's length is {nbytes} bytes, but its slot has only {slot.numel() - LENGTH_NBYTES}")
     slot = slot.contiguous()
     return (slot if as_tensor else slot.numpy().data)[LENGTH_NBYTES : LENGTH_NBYTES + nbytes]
-
-
-def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
-    target.copy_(source)
-

@@ -15,19 +15,16 @@ from commlayer.cluster.processes.bounded_calls import ANY_PEER, PendingCollectiv
 from commlayer.cluster.processes.channels import Channels
 from commlayer.cluster.processes.collectives import Groups
 from commlayer.compressors.codec import Codec
-from commlayer.engine.buckets.bucket import CollectiveBucket, WorkerBucket
+from commlayer.engine.buckets.bucket import TINY, CollectiveBucket, WorkerBucket
 from commlayer.engine.buckets.current_step import Step
 from commlayer.engine.paths.bucket_program import BucketProgram
-from commlayer.engine.paths.compiled_path import ProgramPlace, compile_path, exchange_scopes
+from commlayer.engine.paths.compiled_path import ProgramPlace, compile_path
 from commlayer.engine.paths.lanes import NEVER, Lane
 from commlayer.engine.paths.path import Path
 from commlayer.engine.paths.staging import Staging
 from commlayer.errors import CorruptFrame
 from commlayer.planner import tree
 from commlayer.records import Plan
-
-TINY = 1e-30
-"""Smallest total weight by which sums are divided. A total weight of 0 ends the step with an error elsewhere."""
 
 
 class CollectivesPath(Path[CollectiveBucket]):
@@ -136,13 +133,9 @@ def _compile_paths(
 ) -> tuple[Channels, dict[int, BucketProgram]]:
     """Compiles every bucket's path for this rank. Returns the process groups for all paths, and the buckets by id."""
     place = ProgramPlace(groups.world // groups.ranks_per_node, groups.ranks_per_node, groups.node, groups.local)
-    segments = {}
-    wanted = set()
-    for bucket in buckets:
-        path, rounds = tree.parse(bucket.planned.path), len(codecs[bucket.id].rounds)
-        segments[bucket.id] = compile_path(path, bucket.numel, place, owner=bucket.planned.owner, rounds=rounds,
-                                           bucket=bucket.id)
-        # Exchanges without this rank are included, because all ranks must create all groups.
-        wanted |= set(enumerate(exchange_scopes(path, rounds)))
+    segments = {b.id: compile_path(tree.parse(b.planned.path), b.numel, place, owner=b.planned.owner,
+                                   rounds=len(codecs[b.id].rounds), bucket=b.id) for b in buckets}
+    # Exchanges without this rank are included, because all ranks must create all groups.
+    wanted = {(j, segment.scope) for each in segments.values() for j, segment in enumerate(each) if segment.scope}
     channels = Channels(wanted, groups.members, place.per_node, groups.timeout_s)
     return channels, {b.id: BucketProgram(b, segments[b.id], codecs[b.id], channels, job=plan.job) for b in buckets}

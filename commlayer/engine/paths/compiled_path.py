@@ -6,7 +6,7 @@ import math
 from typing import NamedTuple
 
 from commlayer.planner import tree
-from commlayer.planner.tree import CODING, Op
+from commlayer.planner.tree import Op
 
 Range = tuple[int, int]
 SPLITS = ("reduce_scatter", "alltoall")
@@ -85,10 +85,11 @@ class ExchangeStage(NamedTuple):
 
 class ProgramSegment(NamedTuple):
     """Local operations, and the exchange after them. `exchange` is None at the end of the path, and where this rank takes no
-    part."""
+    part. `scope`: that of the exchange ("node", "net" or "all"), also without this rank; "" at the end of the path."""
 
     local: tuple[EncodeStage | DecodeStage, ...]
     exchange: ExchangeStage | None
+    scope: str
 
 
 def compile_path(
@@ -111,11 +112,12 @@ def compile_path(
         else:
             again = rounds if walk.coded and op.name == "allreduce" else 1
             exchange = walk.exchange(op)
-            segments += [ProgramSegment(tuple(local), exchange), *(ProgramSegment((), exchange) for _ in range(again - 1))]
+            segments.append(ProgramSegment(tuple(local), exchange, op.where))
+            segments += [ProgramSegment((), exchange, op.where)] * (again - 1)
             local, step = [], None
         if step is not None:
             local.append(step)
-    return (*segments, ProgramSegment(tuple(local), None))
+    return (*segments, ProgramSegment(tuple(local), None, ""))
 
 
 class _Walk:
@@ -222,15 +224,3 @@ class _Walk:
 def _cut(low: int, high: int, parts: int) -> list[Range]:
     each = (high - low) // parts
     return [(low + i * each, low + (i + 1) * each) for i in range(parts)]
-
-
-def exchange_scopes(path: tree.Path, rounds: int = 1) -> list[str]:
-    """Returns the scope ("node", "net" or "all") of every exchange of a path in order, also of exchanges without this rank."""
-    scopes: list[str] = []
-    coded = False
-    for op in path:
-        if op.name in CODING:
-            coded = op.name == "encode"
-        else:
-            scopes += [op.where] * (rounds if coded and op.name == "allreduce" else 1)
-    return scopes

@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
 
 from commlayer.engine.buckets.bucket import EncodedBucket, WorkerBucket
 from commlayer.engine.buckets.current_step import BROKEN, Step
@@ -30,13 +29,8 @@ from commlayer.transport.reconnect import ReconnectingTransport
 Fill = Callable[[EncodedBucket], float]
 """Function that fills a bucket's send buffer on the encode lane, and sets weight and used slices. It returns the
 time.perf_counter() when it began to fill."""
-
-
-class _Running(NamedTuple):
-    """A bucket whose exchange is running, and the function to call when its sum is in the receive buffer."""
-
-    bucket: EncodedBucket
-    done: Callable[[EncodedBucket], None]
+Done = Callable[[EncodedBucket], None]
+"""Function that is called when a bucket's sum is in the receive buffer."""
 
 
 class ServerExchange:
@@ -55,10 +49,9 @@ class ServerExchange:
         self._decoding = threading.Lock()
         """Held while an answer is decoded, one at a time: connections to several servers have a receive thread each."""
         self._closed = False
-        self._stalled: dict[int, tuple[int, tuple[int, ...]]] = {}
 
     def put(
-        self, bucket: EncodedBucket, fill: Fill, done: Callable[[EncodedBucket], None], *, in_order: bool = False,
+        self, bucket: EncodedBucket, fill: Fill, done: Done, *, in_order: bool = False,
     ) -> None:
         """Queues a bucket for its exchange. Buckets that the next forward pass needs first are encoded first. `done` is called
         on the thread that receives the server's answer, and must not block.
@@ -66,12 +59,12 @@ class ServerExchange:
         `in_order`: encodes in the order of the calls of `put`. All ranks of a node then use the same order, because `fill`
         calls collectives of the node.
         """
-        run, bucket.exchange.joined = _Running(bucket, done), self._step.joined
-        self._encode.put(lambda: self._push(run, fill), () if in_order else (self._step.number, bucket.order))
+        bucket.exchange.joined = self._step.joined
+        self._encode.put(lambda: self._push(bucket, fill, done), () if in_order else (self._step.number, bucket.order))
 
-    def _push(self, run: _Running, fill: Fill) -> None:
+    def _push(self, bucket: EncodedBucket, fill: Fill, done: Done) -> None:
         """Fills and encodes a bucket and sends its payload. Runs on the encode lane."""
-        step, bucket = self._step, run.bucket
+        step = self._step
         if step.error is not None:
             return
         with self._staging.lane(bucket):
@@ -82,22 +75,22 @@ class ServerExchange:
             self._staging.to_host(bucket)
             nbytes = bucket.encode()
         if broken:
-            self._give_up(run)
+            self._give_up(bucket, done)
             return
         step.counters.count_codec_times(encode_s=time.perf_counter() - begin)
         if step.recorder.on:
             step.recorder.add(f"encode@{bucket.coder.place}", bucket.id, begin, nbytes)
-        self._send(run, 0, bucket.coder.payload[:nbytes], Flag.MEAN if bucket.means else Flag.NONE)
+        self._send(bucket, done, 0, bucket.coder.payload[:nbytes], Flag.MEAN if bucket.means else Flag.NONE)
 
-    def _give_up(self, run: _Running) -> None:
+    def _give_up(self, bucket: EncodedBucket, done: Done) -> None:
         """Sends an abort instead of the payload, because a rank of this node has aborted the step. The bucket is encoded and
         rolled back nevertheless, as on ranks that do not know of the abort. Counters and shared random numbers of codecs
         therefore stay equal on all ranks."""
-        run.bucket.exchange.weight = 0.0
-        self._send(run, 0, f"{peer_name(self._step.rank)}: {BROKEN}".encode(), Flag.ABANDON)
+        bucket.exchange.weight = 0.0
+        self._send(bucket, done, 0, f"{peer_name(self._step.rank)}: {BROKEN}".encode(), Flag.ABANDON)
 
-    def _send(self, run: _Running, r: int, body: memoryview | bytes, flags: int = Flag.NONE) -> None:
-        step, bucket, exchange = self._step, run.bucket, run.bucket.exchange
+    def _send(self, bucket: EncodedBucket, done: Done, r: int, body: memoryview | bytes, flags: int = Flag.NONE) -> None:
+        step, exchange = self._step, bucket.exchange
         server = SERVER_BASE + bucket.planned.server
         undone = bucket.ledger.report()
         header = Header(
@@ -108,22 +101,22 @@ class ServerExchange:
         step.counters.count_bytes(len(body), 0)  # counted before sending, because the step can end right after it
         begin = time.perf_counter()
         answer = self._transport.request(server, header, body)
-        answer.on_done(partial(self._answered, run, r, begin))
+        answer.on_done(partial(self._answered, bucket, done, r, begin))
 
-    def _answered(self, run: _Running, r: int, begin: float, handle: Handle) -> None:
+    def _answered(self, bucket: EncodedBucket, done: Done, r: int, begin: float, handle: Handle) -> None:
         """Decodes a server's answer. Runs on a receive thread."""
         if (error := handle.error()) is not None:
             self._step.latch(error)
             return
-        self._step.recorder.add(EXCHANGE, run.bucket.id, begin)
+        self._step.recorder.add(EXCHANGE, bucket.id, begin)
         try:
-            self._take(run, r, handle.message())
+            self._take(bucket, done, r, handle.message())
         except BaseException as failure:
             self._step.latch(failure)
 
-    def _take(self, run: _Running, r: int, message: Message) -> None:
+    def _take(self, bucket: EncodedBucket, done: Done, r: int, message: Message) -> None:
         """Decodes a server's answer, and sends the codec's next round if there is one."""
-        bucket, exchange = run.bucket, run.bucket.exchange
+        exchange = bucket.exchange
         with self._decoding:
             if self._closed or self._step.error is not None:
                 return
@@ -134,10 +127,10 @@ class ServerExchange:
             else:
                 next_nbytes = self._decode(bucket, r, message)
         if next_nbytes is not None:
-            self._send(run, r + 1, bucket.coder.payload[:next_nbytes])
+            self._send(bucket, done, r + 1, bucket.coder.payload[:next_nbytes])
             return
         exchange.answered = True
-        run.done(bucket)
+        done(bucket)
 
     def _decode(self, bucket: EncodedBucket, r: int, message: Message) -> int | None:
         """Decodes the answer of round `r`. Returns the size of the next round's payload; None after the last round."""
@@ -162,10 +155,6 @@ class ServerExchange:
             self._staging.to_device(bucket)
         return next_nbytes
 
-    def stalled(self, bucket: int, step: int, missing: tuple[int, ...]) -> None:
-        """Stores a server's report that the server waits for the workers `missing`, for one bucket and step."""
-        self._stalled[bucket] = step, missing
-
     def deadline_error(self, bucket: WorkerBucket) -> DeadlineExceeded:
         """Creates the deadline error of a bucket. The error names the peer that caused the delay."""
         begun = bucket.exchange.started
@@ -181,7 +170,7 @@ class ServerExchange:
     def awaited(self, bucket: WorkerBucket) -> tuple[str, ...]:
         """Returns the names of the workers that have not contributed to a bucket, if the bucket's server has reported any; else
         the server's name."""
-        stalled_step, missing = self._stalled.get(bucket.id, (bucket.exchange.step, ()))
+        stalled_step, missing = self._step.stalled.get(bucket.id, (bucket.exchange.step, ()))
         if stalled_step == bucket.exchange.step and missing:
             return tuple(map(peer_name, missing))
         return (peer_name(SERVER_BASE + bucket.planned.server),)

@@ -39,11 +39,6 @@ class PathTable(NamedTuple):
     def all(self) -> list[AnyPath]:
         return [path for paths in self.groups for path in paths]
 
-    def stalled(self, bucket: int, step: int, missing: tuple[int, ...]) -> None:
-        """Stores a server's report that the server waits for the workers `missing`, for one bucket and step."""
-        if self.exchange is not None:
-            self.exchange.stalled(bucket, step, missing)
-
     def awaited(self, bucket: WorkerBucket) -> tuple[str, ...]:
         """Returns the names of the peers for which the result of a bucket waits; none for a bucket that uses no server."""
         return () if self.exchange is None else self.exchange.awaited(bucket)

@@ -8,7 +8,6 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import torch
@@ -38,7 +37,7 @@ from commlayer.config import (
 from commlayer.engine.epochs.changing_members import ChangingMembers
 from commlayer.engine.epochs.replica import Replica
 from commlayer.engine.job.job import DistributedJob, JobContext
-from commlayer.engine.job.plan_agreement import agreed_plan, check_plan, from_rank_0
+from commlayer.engine.job.plan_agreement import check_plan, encode_lowered_plan, from_rank_0, plan_in
 from commlayer.engine.job.plan_terms import PlanTerms
 from commlayer.engine.job.run_events import check_folder
 from commlayer.engine.model.alignment import agreed_shards
@@ -46,7 +45,7 @@ from commlayer.engine.model.alignment import align as align_tensors
 from commlayer.engine.model.optimizer_state import OptimizerMemory
 from commlayer.engine.start import plan_choice
 from commlayer.engine.start.interrupted import print_one_line
-from commlayer.engine.start.joining import enter
+from commlayer.engine.start.joining import check_norms, enter, worker_request
 from commlayer.engine.start.rendezvous import HEARD_S, Rendezvous, StartExchange, values_to_compare
 from commlayer.engine.sync.sync_modes import Forbids, RequestedModes, with_modes
 from commlayer.engine.worker.root_cause import WaitsFor
@@ -107,7 +106,7 @@ def connect(
     silent_s = max(config.dead_after_s, reconnect_window_s(config)) if config.join else config.dead_after_s
     waits = WaitsFor(notice_s(config), verdict_s(config), config.deadline_s, silent_s)
     if met.launch.joins >= 0:
-        context = _enter(terms, job, device, met, config, replica, memory, waits, values_to_compare(must, config), shards)
+        context = enter(terms, job, device, met, config, replica, memory, waits, values_to_compare(must, config), shards)
     else:
         context = _begin(terms, job, device, met, met.members, config, replica, memory, waits, plan, align,
                          values_to_compare(must, config), shards)
@@ -132,7 +131,7 @@ def _begin(
         raise InvalidInput("E-SHARDED", f"the model is sharded over {[*map(len, met.sharded)]} ranks, but homes have "
                                         f"{[*map(len, sites)]} workers: shard it over all workers of each home")
     if met.sharded:
-        _check_norms(sites, must_match, matched=terms.requested.updates and met.matched)
+        check_norms(sites, must_match, matched=terms.requested.updates and met.matched)
     per_node, nodes, first = max(map(len, sites)), len(sites), members.rank == 0
     notes = [met.note] if met.note and first and not elastic else []
     whole = [] if elastic else [members.ranks[site[0]] for site in met.sharded if len(site) == 1]
@@ -175,7 +174,7 @@ def _begin(
                     return check(fit_to_job(last.plan))
             return fit_to_job(first_plan)
 
-        agreed = agreed_plan(settle, groups)
+        agreed = plan_in(from_rank_0(lambda: encode_lowered_plan(settle()), groups))
         if first and (terms.requested.fragments or 1) > agreed.fragments:
             notes.append(f"{terms.requested}: fragments={terms.requested.fragments} becomes fragments={agreed.fragments}: a "
                          f"plan cannot have more fragments than buckets ({len(agreed.buckets)})")
@@ -209,35 +208,6 @@ def _begin(
     return context
 
 
-def _enter(
-    terms: PlanTerms, job: Job, device: torch.device, met: Rendezvous, config: Config, replica: Replica | None,
-    memory: OptimizerMemory, waits: WaitsFor, must_match: Mapping[str, str], shards: Shards,
-) -> DistributedJob:
-    """Registers this worker with a running job, and receives the state of its workers."""
-    if replica is None or not config.min_workers:
-        raise InvalidInput("E-JOIN-ATTACH",
-                           "attach() cannot join a running job in this way: call attach(model, optimizer) in a home "
-                           "(commlayer join), with a server that was started with --min-workers. A communication "
-                           "hook that the script registers is not supported")
-    own, launch = met.launch.joins, met.launch
-    site_world = 1 if config.ranks_per_node == 1 else launch.local_world
-
-    def check(plan: Plan, sites: Sequence[Sequence[int]]) -> None:
-        check_plan(plan, job, len(sites), plan.ranks_per_node, device, terms.forbids, reachable=False)
-        if shards.joining(plan, job, site_world):
-            _check_norms(sites, must_match, matched=(terms.requested.updates or plan.steps_locally) and memory.matched)
-
-    request = _request(job, own, 0, node=own - launch.local_rank, outbound_only=True, elastic=True, site_world=site_world,
-                       must_match=must_match)
-    return enter(terms, job, device, replica, memory, request, config, met.launch.home, waits, check, shards, logs=met.logs)
-
-
-def _request(job: Job, rank: int, world: int, **fields: Any) -> messages.Join:
-    """Returns the request by which this worker registers with the coordinator."""
-    return messages.worker_request(job.digest(), rank, world, gradients=sum(not tensor.buffer for tensor in job.tensors),
-                                   tensors=len(job.tensors), elements=job.numel, **fields)
-
-
 def _join(
     job: Job, plan: Plan, groups: Groups, servers: list[EmbeddedServer], config: Config, *, outbound_only: bool, elastic: bool,
     must_match: Mapping[str, str],
@@ -248,20 +218,10 @@ def _join(
     if not address:
         address, token = _start_embedded(plan, groups, servers, config)
         config = msgspec.structs.replace(config, token=token)
-    return worker_client.connect(address, _request(
+    return worker_client.connect(address, worker_request(
         job, groups.rank, groups.world, node=groups.node, site_world=len(groups.site),
         plan=records.encode(plan) if groups.rank == 0 else b"", plan_digest=records.digest(plan),
         outbound_only=outbound_only, elastic=elastic, must_match=must_match), config)
-
-
-def _check_norms(sites: Sequence[Sequence[int]], must_match: Mapping[str, str], *, matched: bool) -> None:
-    """Raises ValueError if the job needs norms, which sites of unlike sizes add in unlike orders."""
-    clips = must_match["clip_grad_norm"] != "not given"
-    if len({*map(len, sites)}) > 1 and (clips or matched):
-        what = "clip_grad_norm" if clips else "local steps whose averages are scaled to a norm"
-        remedy = "leave clip_grad_norm out" if clips else "LocalSteps(..., outer=OuterSGD())"
-        raise InvalidInput("E-SHARDED", f"sites have {[*map(len, sites)]} ranks, and with a sharded model {what} would differ "
-                                        f"in the last bit between them: use sites of equal size, or {remedy}")
 
 
 def _last_runs(job: Job, config: Config, terms: PlanTerms, sync: str, device: torch.device, ranks: int) -> LastRuns:

@@ -6,8 +6,8 @@ import contextlib
 import functools
 import logging
 import time
-from collections.abc import Callable, Mapping
-from typing import TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 
@@ -25,10 +25,12 @@ from commlayer.config import Config, continue_wait_s, reconnect_window_s
 from commlayer.engine.buckets.bucket import EncodedBucket
 from commlayer.engine.epochs.changing_members import ChangingMembers, new_world
 from commlayer.engine.epochs.replica import Replica, TakenState, decode_state
-from commlayer.engine.epochs.state_relay import NewestEpoch, StateRelay
+from commlayer.engine.epochs.state_relay import NewestEpoch, StateRelay, TransferRestarted
 from commlayer.engine.job.job import DistributedJob
+from commlayer.engine.job.plan_agreement import check_plan
 from commlayer.engine.job.plan_terms import PlanTerms
 from commlayer.engine.model.optimizer_state import OptimizerMemory
+from commlayer.engine.start.rendezvous import Rendezvous
 from commlayer.engine.start.result_follower import ResultFollower
 from commlayer.engine.worker.root_cause import WaitsFor
 from commlayer.engine.worker.site import LocalSite
@@ -43,15 +45,29 @@ T = TypeVar("T")
 
 
 def enter(
-    terms: PlanTerms, job: Job, device: torch.device, replica: Replica, memory: OptimizerMemory, request: messages.Join,
-    config: Config, home: str, waits: WaitsFor, check: Callable[..., None], shards: Shards, *, logs: bool,
+    terms: PlanTerms, job: Job, device: torch.device, met: Rendezvous, config: Config, replica: Replica | None,
+    memory: OptimizerMemory, waits: WaitsFor, must_match: Mapping[str, str], shards: Shards,
 ) -> DistributedJob:
-    """Joins a running job. Returns when this rank is a member, in the same step as all other members. `check` raises ValueError
-    for a plan that cannot run with given `sites`."""
-    begin, own = time.monotonic(), request.rank
+    """Registers this worker with a running job, and receives the state of its workers. Returns when this rank is a member, in
+    the same step as all other members."""
+    if replica is None or not config.min_workers:
+        raise InvalidInput("E-JOIN-ATTACH",
+                           "attach() cannot join a running job in this way: call attach(model, optimizer) in a home "
+                           "(commlayer join), with a server that was started with --min-workers. A communication "
+                           "hook that the script registers is not supported")
+    begin, own, launch = time.monotonic(), met.launch.joins, met.launch
+    site_world = 1 if config.ranks_per_node == 1 else launch.local_world
+
+    def check(plan: Plan, sites: Sequence[Sequence[int]]) -> None:
+        check_plan(plan, job, len(sites), plan.ranks_per_node, device, terms.forbids, reachable=False)
+        if shards.joining(plan, job, site_world):
+            check_norms(sites, must_match, matched=(terms.requested.updates or plan.steps_locally) and memory.matched)
+
+    request = worker_request(job, own, 0, node=own - launch.local_rank, outbound_only=True, elastic=True,
+                             site_world=site_world, must_match=must_match)
     with contextlib.ExitStack() as undo:
         ranks = Members()
-        own_site = range(ranks.world - request.site_world, ranks.world)
+        own_site = range(ranks.world - site_world, ranks.world)
         groups = Groups([*node_ranks(own_site.start, 1), own_site], config.deadline_s, device, ranks,
                         patience_s=continue_wait_s(config))
         undo.callback(lambda: groups.close())
@@ -63,7 +79,7 @@ def enter(
         taken = _StateReceiver(replica, link, job, memory.outer, device, config, waits, check, begin).receive_state()
         given = taken.told
         assert given.epoch is not None
-        site.shards = shards.joining(taken.plan, job, request.site_world)
+        site.shards = shards.joining(taken.plan, job, site_world)
         if given.matched and not memory.matched:
             raise InvalidInput("E-RANKS-DIFFER",
                                "sync: the job that this home joins uses norm-matched averaging (OuterSGD(matched=True)), but "
@@ -71,10 +87,10 @@ def enter(
         link.switch_epoch(given.epoch)
         served = ServedRows(link.transport, own, config.deadline_s + continue_wait_s(config))
         rows = StepRows(served, groups.members, may_leave=True)
-        groups = new_world(groups, rows, config, home, given.epoch, own)
+        groups = new_world(groups, rows, config, launch.home, given.epoch, own)
         terms.auto = given.automatic
         context = DistributedJob(
-            terms, own, groups, rows, link, memory, taken.plan, job, generation=given.generation, logs=logs, waits=waits,
+            terms, own, groups, rows, link, memory, taken.plan, job, generation=given.generation, logs=met.logs, waits=waits,
             matched=given.matched, joined=taken.joined, first_world=given.first_world, site=site)
         context.worker.late.restore(taken.late)
         _restore_codecs(context.worker, taken.codecs)
@@ -88,7 +104,7 @@ def enter(
     for bucket in worker.buckets:
         bucket.assumed = given.totals.get(bucket.id)
         bucket.ledger.unreported = given.undone.get(bucket.id, 0)
-    members = ChangingMembers(context, config, home, replica, given.joined)
+    members = ChangingMembers(context, config, launch.home, replica, given.joined)
     members.steps_at_exit |= given.exits
     members.admitted |= {*given.admitted}
     members.followers |= {*given.followers}
@@ -112,8 +128,7 @@ class _StateReceiver:
         self._replica, self._link, self._job, self._outer, self._device = replica, link, job, outer, device
         self._config, self._check, self._begin = config, check, begin
         self._follower: ResultFollower | None = None
-        self._newest = NewestEpoch(link.epoch, waits.notice_s, reconnect_window_s(config))
-        link.subscribe_epochs(self._newest.adopt_epoch)
+        self._newest = NewestEpoch(lambda: link.membership.newest, waits.notice_s, reconnect_window_s(config))
 
     def receive_state(self) -> TakenState:
         """Waits until the other members give the state of an exchange in which this rank can take part, and installs it.
@@ -157,7 +172,7 @@ class _StateReceiver:
 
     def _take(self, name: str, enter: Callable[[bytes, bytes], T]) -> T:
         """Takes part in the transfer `name`; again, if it begins late."""
-        def take(epoch: Epoch) -> T | None:
+        def take(epoch: Epoch) -> T:
             _check_givers(epoch, self._link.transport.rank, self._link)
             relay = StateRelay(self._newest, epoch, self._link.transport.rank, self._config.deadline_s,
                                continue_wait_s(self._config),
@@ -172,11 +187,9 @@ class _StateReceiver:
                 log.warning("still waiting for the other workers after %.0f s: under local steps "
                             "a worker can join only at a scheduled exchange, and there is none "
                             "if the script calls flush() more often than exchanges are due", time.monotonic() - self._begin)
-                return None
+                raise TransferRestarted from None
 
-        while (taken := self._newest.run(take)) is None:
-            pass
-        return taken
+        return self._newest.run(take)
 
     def _fits(self, plan: Plan) -> None:
         self._check(plan, sites=group_by_site(self._newest.epoch.members))
@@ -200,3 +213,19 @@ def _check_givers(epoch: Epoch, mine: int, link: WorkerClient) -> None:
     if ids[0] == mine:
         raise CommError("the job ended before this home joined: no worker is left that has the job's weights",
                         code="E-JOB-ENDED")
+
+
+def worker_request(job: Job, rank: int, world: int, **fields: Any) -> messages.Join:
+    """Returns the request by which this worker registers with the coordinator."""
+    return messages.worker_request(job.digest(), rank, world, gradients=sum(not tensor.buffer for tensor in job.tensors),
+                                   tensors=len(job.tensors), elements=job.numel, **fields)
+
+
+def check_norms(sites: Sequence[Sequence[int]], must_match: Mapping[str, str], *, matched: bool) -> None:
+    """Raises ValueError if the job needs norms, which sites of unlike sizes add in unlike orders."""
+    clips = must_match["clip_grad_norm"] != "not given"
+    if len({*map(len, sites)}) > 1 and (clips or matched):
+        what = "clip_grad_norm" if clips else "local steps whose averages are scaled to a norm"
+        remedy = "leave clip_grad_norm out" if clips else "LocalSteps(..., outer=OuterSGD())"
+        raise InvalidInput("E-SHARDED", f"sites have {[*map(len, sites)]} ranks, and with a sharded model {what} would differ "
+                                        f"in the last bit between them: use sites of equal size, or {remedy}")

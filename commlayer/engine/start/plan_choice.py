@@ -64,35 +64,26 @@ def resolve_plan(plan: Plan | Path | str, job: Job, config: Config, world: int, 
     """Returns the plan for `world` ranks that the argument `plan` requests; see `requested_plan`. The settings `ratio_over` and
     `warmup` override the plan's own values. `optimizer`: name of the optimizer's family, on which loss budgets depend.
     `elastic`: workers can leave and join, which needs a server even for one worker."""
-    base = _resolve_argument(plan, job, config, world, per_node, requested=requested, optimizer=optimizer, elastic=elastic)
-    if config.ratio_over != "bucket":
-        base = structs.replace(base, ratio_over=config.ratio_over)
-    return structs.replace(base, warmup=config.warmup) if config.warmup else base
-
-
-def _resolve_argument(plan: Plan | Path | str, job: Job, config: Config, world: int, per_node: int, *,
-                      requested: RequestedModes,
-                      optimizer: str, elastic: bool) -> Plan:
-    if isinstance(plan, Plan):
-        return plan
-    nodes = world // per_node
-    if isinstance(plan, Path):
-        return plan_file.plan_in(plan)
-    if plan == "auto":
-        # A single machine needs no server and gains nothing from compression.
-        coded = UPDATES_CODEC if requested.updates else _first_codec(config, Recipe(optimizer, workers=world))
-        path_name, codec = ("allreduce", "identity()") if nodes == 1 and not elastic else ("service", coded)
+    if isinstance(plan, Plan | Path):
+        made = plan if isinstance(plan, Plan) else plan_file.plan_in(plan)
     else:
-        path_name, codec = "service", plan
-    servers = nodes if config.servers == "each" else 1
-    up, down = ("" if part is None else str(wrap(build(part))) for part in split_two_way(codec))
-    fragments = requested.fragments or default_fragment_count(requested, job.numel * ELEMENT_NBYTES)
-    made = planner.default_plan(
-        job, codec=up, down=down, path=path_name, servers=servers if path_name == "service" else 0,
-        ranks_per_node=per_node, fuse_nbytes=config.fuse_nbytes, cut_nbytes=config.cut_nbytes,
-        forward=requested.overlap == "forward", fragments=fragments,
-    )
-    return structs.replace(made, fragments=most_fragments(fragments, requested.every or 1, len(made.buckets)))
+        nodes, path_name, codec = world // per_node, "service", plan
+        if plan == "auto":
+            # A single machine needs no server and gains nothing from compression.
+            coded = UPDATES_CODEC if requested.updates else _first_codec(config, Recipe(optimizer, workers=world))
+            path_name, codec = ("allreduce", "identity()") if nodes == 1 and not elastic else ("service", coded)
+        servers = nodes if config.servers == "each" else 1
+        up, down = ("" if part is None else str(wrap(build(part))) for part in split_two_way(codec))
+        fragments = requested.fragments or default_fragment_count(requested, job.numel * ELEMENT_NBYTES)
+        made = planner.default_plan(
+            job, codec=up, down=down, path=path_name, servers=servers if path_name == "service" else 0,
+            ranks_per_node=per_node, fuse_nbytes=config.fuse_nbytes, cut_nbytes=config.cut_nbytes,
+            forward=requested.overlap == "forward", fragments=fragments,
+        )
+        made = structs.replace(made, fragments=most_fragments(fragments, requested.every or 1, len(made.buckets)))
+    if config.ratio_over != "bucket":
+        made = structs.replace(made, ratio_over=config.ratio_over)
+    return structs.replace(made, warmup=config.warmup) if config.warmup else made
 
 
 def default_fragment_count(requested: RequestedModes, nbytes: int) -> int:

@@ -19,7 +19,7 @@ from commlayer.errors import InvalidInput, exit_reason
 class Driver(Component):
     """Base class of drivers. Session describes their methods."""
 
-    order = ComponentOrder.DRIVER
+    order = ComponentOrder.LOOP
 
     def __init__(self, context: JobContext) -> None:
         self.context, self._syncing = context, True

@@ -26,9 +26,9 @@ from commlayer.engine.hooks.aliases import gradient_held, has_later_hook, hooked
 from commlayer.engine.hooks.callbacks import weakly
 from commlayer.engine.hooks.forward_order import ModuleHook, before_forward
 from commlayer.engine.hooks.gradient_mark import GradientMark, GradientMarks
+from commlayer.engine.job.job import DistributedJob
 from commlayer.engine.model.optimizers import find_closure, watch
 from commlayer.engine.step.deferred import defer, undefer
-from commlayer.engine.step.step_loop import StepLoop
 from commlayer.engine.worker.partial_step import PartialStep
 from commlayer.errors import CommError, InvalidInput, StepAbandoned
 from commlayer.optim.pieces import Group, copy_hyperparameters, step_piece
@@ -36,46 +36,26 @@ from commlayer.optim.pieces import Group, copy_hyperparameters, step_piece
 log = logging.getLogger("commlayer")
 
 
-class PendingStep(PartialStep):
-    """A step whose averages are applied one by one during the next forward pass."""
-
-    def __init__(
-        self, loop: StepLoop, tensors: Sequence[torch.Tensor | None], parameters: Sequence[nn.Parameter],
-        buffers: Sequence[torch.Tensor],
-    ) -> None:
-        super().__init__(loop.worker, tensors, parameters, loop.deadline_s)
-        self.buffers = buffers
-        self.deferred: dict[int, Group] = {}
-        """Maps the number of each parameter that is not updated yet to the hyperparameters of the optimizer step that will
-        update it."""
-        self.withheld: list[int] = []
-        """Numbers of the parameters that the running optimizer step must skip, because their averages have not arrived."""
-        self.applied: set[int] = set()
-        self.discarded: set[int] = set()
-        """Numbers of the parameters whose averages the script cleared before an optimizer step, or which are not finite."""
-        self.dropped = False
-        """True: some averages were not applied because they are not finite."""
-        self.on_end: list[Callable[[], None]] = []
-        """Functions to call at the end of the step, because `call_at_end` was called during it."""
-
-
 class ForwardOverlap:
     """Overlaps the exchanges of one attached module with its next forward pass. At most one step's exchange is running."""
 
     def __init__(
         self, model: nn.Module, named: Sequence[tuple[str, nn.Parameter]], optimizer: torch.optim.Optimizer, scaler: Any,
-        loop: StepLoop, buffers: Callable[[], Sequence[torch.Tensor]], written: Callable[[], None], *, clips: bool,
+        context: DistributedJob, deadline_s: float, buffers: Sequence[torch.Tensor], *, clips: bool,
+        launch: Callable[[Sequence[torch.Tensor | None]], None], ended: Callable[..., None], observe: Callable[[], None],
     ) -> None:
         """`named`: the parameters with their names, in the order of their numbers. `clips`: True if the optimizer's step begins
-        with clipping by the norm of all gradients."""
+        with clipping by the norm of all gradients. `launch` sends gradients and buffers. `ended(known, dropped=...)` is called
+        when all averages of a step have arrived, `observe` later, before the next step."""
         self._parameters = [p for _, p in named]
         # If the user did not ask for this overlap, the script may use gradients as under any other plan.
-        self._waits = loop.context.terms.requested.overlap != "forward"
+        self._waits = context.terms.requested.overlap != "forward"
         self._marks = GradientMarks(named, self._final if self._waits else None)
         self._numbers = {id(p): number for number, p in enumerate(self._parameters)}
-        self._optimizer, self._scaler, self._loop, self._written, self._clips = optimizer, scaler, loop, written, clips
+        self._optimizer, self._scaler, self._context, self._clips = optimizer, scaler, context, clips
+        self._deadline_s, self._launch, self._ended, self._observe = deadline_s, launch, ended, observe
         self._lock = threading.RLock()
-        self._running: PendingStep | None = None
+        self._running: PartialStep | None = None
         self._stepping = self._unobserved = self._shared = False
         self._warned: set[str] = set()
         self._error: CommError | None = None
@@ -83,7 +63,7 @@ class ForwardOverlap:
         """Numbers of the tensors in modules that were called since the last call of the complete model."""
         self._model_called = False
         self._handles: list[Any] = []
-        self._hook(model, buffers())
+        self._hook(model, buffers)
 
     def _hook(self, model: nn.Module, buffers: Sequence[torch.Tensor]) -> None:
         numbers = self._numbers | {id(b): len(self._parameters) + i for i, b in enumerate(buffers)}
@@ -108,7 +88,7 @@ class ForwardOverlap:
             return self._warn_once("a GradScaler needs all gradients to decide whether to skip a step")
         if self._stepping:
             return self._warn_once("the optimizer's closure needs its gradients at once")
-        return not self._loop.must_wait
+        return True
 
     def _warn_once(self, why: str) -> bool:
         if why not in self._warned:
@@ -131,8 +111,8 @@ class ForwardOverlap:
             self._shared = False
             # The exchange reads and writes detached aliases of the buffers, because use of an alias does not wait.
             tensors = [*(p.grad for p in self._parameters), *(b.detach() for b in buffers)]
-            self._loop.launch(tensors)
-            self._running = PendingStep(self._loop, tensors, self._parameters, buffers)
+            self._launch(tensors)
+            self._running = PartialStep(self._context.worker, tensors, self._parameters, buffers, self._deadline_s)
             for p, mark in zip(self._parameters, self._marks, strict=True):
                 p.grad = mark.fresh()
             for number, buffer in enumerate(buffers, len(self._parameters)):
@@ -153,7 +133,7 @@ class ForwardOverlap:
                 raise
             undefer(self._optimizer)
 
-    def _withhold(self, step: PendingStep, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    def _withhold(self, step: PartialStep, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Writes the averages that have arrived, and makes the optimizer skip all other parameters. Waits for all averages if a
         closure, clipping or a hook of the script needs them in this step."""
         step.withheld = []
@@ -241,7 +221,7 @@ class ForwardOverlap:
             self.end(quietly=True)
             if self._unobserved:
                 self._unobserved = False
-                self._loop.observe(between=False)
+                self._observe()
 
     def end(self, *, quietly: bool = False) -> bool:
         """Ends the running step: waits for its averages that have not arrived, and applies them. Returns True if a step was
@@ -265,20 +245,18 @@ class ForwardOverlap:
         gradient = p.grad if mark.value is None else mark.value
         return torch.zeros_like(p) if gradient is None or gradient is mark else gradient
 
-    def _end(self, step: PendingStep) -> None:
-        worker = self._loop.worker
+    def _end(self, step: PartialStep) -> None:
+        worker = self._context.worker
         with torch.inference_mode(mode=False):
             step.end()
-        self._loop.report_finite(worker, dropped=step.dropped)
         worker.mark_applied(step.applied - step.discarded)
         for number in step.discarded:
             worker.mark_discarded(number)
-        self._loop.written(step.applied | step.discarded)
+        self._ended(step.applied | step.discarded, dropped=step.dropped)
         self._unobserved = True
         self._forget(step)
-        self._written()
 
-    def _forget(self, step: PendingStep) -> None:
+    def _forget(self, step: PartialStep) -> None:
         undefer(self._optimizer)
         self._marks.reset()
         self._running = None
@@ -293,7 +271,7 @@ class ForwardOverlap:
             else:
                 self._running.on_end.append(act)
 
-    def _take(self, step: PendingStep, come: Callable[[], Sequence[int]], *, quietly: bool = False) -> None:
+    def _take(self, step: PartialStep, come: Callable[[], Sequence[int]], *, quietly: bool = False) -> None:
         """Applies or writes results when they have arrived. `quietly`: no exception if a peer has abandoned the step after this
         rank's optimizer step. It would end a later iteration of the script, whose backward pass the other ranks make."""
         try:
@@ -322,7 +300,7 @@ class ForwardOverlap:
         if due:
             self._apply(step, due)
 
-    def _write(self, step: PendingStep, number: int) -> None:
+    def _write(self, step: PartialStep, number: int) -> None:
         """Records that a parameter needs no update any more, and writes the average, if there is one, into `.grad`."""
         p, mark, average = self._parameters[number], self._marks[number], step.averages[number]
         if step.deferred.pop(number, None) is not None:
@@ -339,7 +317,7 @@ class ForwardOverlap:
             p.grad = average.zero_() if (mark.zeroed or clear) and average is not None else average
         self._marks.store_average(number, average)
 
-    def _discard(self, step: PendingStep, number: int) -> None:
+    def _discard(self, step: PartialStep, number: int) -> None:
         """Drops an update whose average is not finite, when the optimizer's step has already run."""
         del step.deferred[number]
         undefer(self._parameters[number])
@@ -347,7 +325,7 @@ class ForwardOverlap:
         step.dropped = True
         self._reveal(number, None)
 
-    def _drop_not_finite(self, step: PendingStep) -> None:
+    def _drop_not_finite(self, step: PartialStep) -> None:
         """Removes averages that have arrived and are not finite, before the optimizer's step."""
         for number in step.not_finite:
             p = self._parameters[number]
@@ -356,7 +334,7 @@ class ForwardOverlap:
                 step.discarded.add(number)
                 step.dropped = True
 
-    def _apply(self, step: PendingStep, averages: Mapping[int, torch.Tensor]) -> None:
+    def _apply(self, step: PartialStep, averages: Mapping[int, torch.Tensor]) -> None:
         """Applies averages that have arrived after the optimizer's step, with the hyperparameters of that step. `averages`: by
         parameter number."""
         groups: dict[int, Group] = {}
@@ -381,7 +359,7 @@ class ForwardOverlap:
         step.applied.update(averages)
         step.worker.mark_applied_early(averages)
 
-    def _abandon(self, step: PendingStep) -> None:
+    def _abandon(self, step: PartialStep) -> None:
         """Abandons the step: no update has been applied. `.grad` contains this rank's own gradients again, or zeros after the
         optimizer's step, so that no later step applies them."""
         for tensor in (*self._parameters, *step.buffers):
@@ -390,7 +368,7 @@ class ForwardOverlap:
             self._reveal(number, step.averages[number], clear=bool(step.deferred))
         self._forget(step)
 
-    def _explain(self, step: PendingStep, error: CommError) -> None:
+    def _explain(self, step: PartialStep, error: CommError) -> None:
         """Adds to an error's text how many parameters the failed step has updated. Changes each error once."""
         if step.deferred and error is not self._error:
             self._error = error

@@ -1,15 +1,19 @@
-"""A step whose averages are applied as they arrive. Nothing is written before all workers have ended their backward pass."""
+"""A step whose averages are applied as they arrive, during the next forward pass (step/forward_overlap.py).
+
+Nothing is written before all workers have ended their backward pass.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 
 import torch
 
 from commlayer.engine.buckets.bucket import WorkerBucket
 from commlayer.engine.worker.worker import Worker
+from commlayer.optim.pieces import Group
 
 
 class PartialStep:
@@ -17,11 +21,12 @@ class PartialStep:
     tensor numbers return those of the tensors that have become complete."""
 
     def __init__(
-        self, worker: Worker, tensors: Sequence[torch.Tensor | None], like: Sequence[torch.Tensor], deadline_s: float,
+        self, worker: Worker, tensors: Sequence[torch.Tensor | None], like: Sequence[torch.Tensor],
+        buffers: Sequence[torch.Tensor], deadline_s: float,
     ) -> None:
         """`tensors`: gradients (None where this rank has none), then buffers; averages are written into them. If only other
         ranks have a gradient, the average is written into a new tensor with the shape of the parameter in `like`."""
-        self.worker, self._like, self._deadline_s = worker, like, deadline_s
+        self.worker, self._like, self.buffers, self._deadline_s = worker, like, buffers, deadline_s
         self.step = worker.step
         self.averages = list(tensors)
         """Average of each tensor, by tensor number. The value is None if no worker has a gradient. Valid only for complete
@@ -35,6 +40,18 @@ class PartialStep:
         self.not_finite: set[int] = set()
         """Numbers of the tensors whose averages are not finite. These averages must not be applied."""
         self._deadline: float | None = None
+        self.deferred: dict[int, Group] = {}
+        """Maps the number of each parameter that is not updated yet to the hyperparameters of the optimizer step that will
+        update it."""
+        self.withheld: list[int] = []
+        """Numbers of the parameters that the running optimizer step must skip, because their averages have not arrived."""
+        self.applied: set[int] = set()
+        self.discarded: set[int] = set()
+        """Numbers of the parameters whose averages the script cleared before an optimizer step, or which are not finite."""
+        self.dropped = False
+        """True: some averages were not applied because they are not finite."""
+        self.on_end: list[Callable[[], None]] = []
+        """Functions to call at the end of the step, because `call_at_end` was called during it."""
 
     @property
     def over(self) -> bool:
@@ -48,7 +65,8 @@ class PartialStep:
             for bucket in [*self._left.values()]:
                 if self.worker.take(bucket, None):
                     self._write(bucket)
-        return self._took()
+        new, self._new = self._new, []
+        return new
 
     def wait(self, tensors: Iterable[int]) -> list[int]:
         """Waits until the averages of the given tensors are complete, then writes all other buckets that have arrived. Returns
@@ -68,10 +86,6 @@ class PartialStep:
     def end(self) -> None:
         self.worker.wait_all(self._deadline_s)
         self.worker.end([not self.not_finite], computes=False)
-
-    def _took(self) -> list[int]:
-        new, self._new = self._new, []
-        return new
 
     def _write(self, bucket: WorkerBucket) -> None:
         targets = [self._target(s.tensor, used=bool(bucket.exchange.used >> i & 1)) for i, s in enumerate(bucket.slices)]

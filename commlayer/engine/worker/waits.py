@@ -6,12 +6,13 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from typing import Protocol
 
 from msgspec import structs
 
+from commlayer.cluster.processes.collectives import Groups
+from commlayer.engine.worker.worker import Worker
 from commlayer.observe.event_log import EventLog
-from commlayer.observe.events import WaitEvent, WaitKind
+from commlayer.observe.events import WaitEvent
 
 FIRST_S = 5.0
 GROWTH = 2.0
@@ -22,19 +23,8 @@ LOOK_S = 1.0
 0; the logging thread reads this value."""
 
 
-class Waiting(Protocol):
-    """An object that waits for peers: the current worker, or the process groups of a call between two steps."""
-
-    @property
-    def wait_kind(self) -> WaitKind: ...
-
-    @property
-    def waiting_since(self) -> float: ...
-
-    @property
-    def waits_s(self) -> float: ...
-
-    def missing(self) -> tuple[str, ...]: ...
+Waiting = Worker | Groups
+"""An object that waits for peers: the current worker, or the process groups of a call between two steps."""
 
 
 class WaitNotices:

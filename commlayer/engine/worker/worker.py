@@ -450,7 +450,7 @@ class Worker:
 
     def stalled(self, bucket: int, step: int, missing: tuple[int, ...]) -> None:
         """Stores a server's report that the server waits for the workers `missing`, for one bucket and step."""
-        self._paths.stalled(bucket, step, missing)
+        self.now.stalled[bucket] = step, missing
 
     def missing(self) -> tuple[str, ...]:
         """Returns the names of the peers whose results are known to be missing. Any thread can call it. Collectives name no
