@@ -54,7 +54,7 @@ from commlayer.compressors.kernels import fallback
 from commlayer.compressors.plan_codecs import make_codec
 from commlayer.config import host_port, join_host
 from commlayer.engine.worker.worker import Worker
-from commlayer.errors import CommError, CorruptFrame, InvalidInput, PeerLost, RecordError, Refused
+from commlayer.errors import CommError, CorruptFrame, InvalidInput, PeerLost, RecordError, Refused, find_error_code
 from commlayer.planner import default_plan
 from commlayer.records import Bucket, Epoch, Job, Member, Plan, ServerInfo, Slice, TensorInfo
 from commlayer.transport.handshake import Hello
@@ -103,6 +103,11 @@ class Serving:
         return self.serving.sums
 
     @property
+    def dropped(self) -> list[tuple[str, str]]:
+        """What the server's next heartbeat reports."""
+        return [(gone.peer, gone.reason) for gone in self.serving.report()["dropped"]]
+
+    @property
     def members(self) -> tuple[int, ...]:
         """Those of a step that counts all workers that have joined."""
         return self.core.cells[0].members_with(len(self.core.joined))
@@ -133,8 +138,20 @@ def test_sum_closes_as_soon_as_a_member_is_removed(opened: Opened) -> None:
         assert end.wait(result, soon()).header.weight == 2.0
     with pytest.raises(PeerLost):
         ends[2].wait(waits, soon())
+    assert job.dropped == []
     with pytest.raises(Refused, match="is no longer a member of the job.*E-EPOCH-ENDED"):
         job.end(2)
+
+
+def test_member_that_violates_the_protocol_is_dropped_and_reported(opened: Opened, caplog: pytest.LogCaptureFixture) -> None:
+    job = Serving(opened)
+    end = job.end(1)
+    end.send(SERVER_BASE, Header(Kind.PUSH, 1, 0, 0, codec=99, sender=1, weight=1.0), b"")
+    with pytest.raises(PeerLost):
+        end.wait(end.recv(SERVER_BASE), soon())
+    ((peer, reason),) = job.dropped
+    assert (peer, find_error_code(reason), "codec 99" in reason) == ("worker 1", "E-FRAME", True)
+    assert "dropped worker 1: " in caplog.text
 
 
 def test_reported_worker_is_a_member_from_then_on(opened: Opened) -> None:
@@ -156,6 +173,7 @@ def test_reported_worker_is_a_member_from_then_on(opened: Opened) -> None:
     (1, 3, 3, "worker 3 joins as number 1, but the coordinator's newest epoch is 2, not 3"),
     (1, 4, 2, "worker 4 joins as number 1, but the coordinator has not admitted it"),
     (1, 4, 1, "worker 4 joins as number 1, but the coordinator has not admitted it"),
+    (0, 3, 2, "worker 3 joins as number 0, but 0 workers have joined"),
 ])
 def test_member_that_reports_a_worker_falsely_is_dropped(
     number: int, member: int, generation: int, line: str, opened: Opened, caplog: pytest.LogCaptureFixture,
@@ -166,6 +184,7 @@ def test_member_that_reports_a_worker_falsely_is_dropped(
     with caplog.at_level(logging.WARNING, "commlayer"), pytest.raises(CommError):
         job.report(liar, number, member, generation)
     assert f"dropped worker 1: reports that {line}" in caplog.text
+    assert job.dropped == [("worker 1", f"reports that {line} [E-FRAME]")]
     assert job.core.joined == []
     job.report(honest, 1, 3, 2)
     assert job.members == (0, 1, 2, 3)
