@@ -139,19 +139,6 @@ def test_site_can_fill_only_its_own_quota(rows: Any, opened: Opened, monkeypatch
     assert read(hostile, ("mine", 0)) == (bytes(125_000),)
 
 
-def test_additions_are_charged_to_the_site_that_adds(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_store, "MAX_KEPT_NBYTES", 3 * SHARE)
-    monkeypatch.setattr(kv_store, "EACH_NBYTES", 0)
-    coordinator, (zero, _, hostile) = met(opened, 3)
-    zero.request(soon(), add=(COUNT, 1))
-    store = store_of(coordinator)
-    before = max(store.nbytes.values())
-    for _ in range(300):
-        hostile.request(soon(), add=(COUNT, 1))
-    assert store.nbytes.total() < before + 300 * 64
-    assert zero.request(soon(), add=(COUNT, 1)).sum == 302
-
-
 def test_waiting_calls_are_limited_per_site(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous_service, "MAX_WAITS", 4)
     coordinator, (zero, one, hostile) = met(opened, 3)

@@ -176,7 +176,6 @@ def left(**changes: Any) -> Evidence:
 
 
 HOMES = Setting("identity()", workers=3, least=2)
-MENDED = "stop-home", "cut-home", "partition-home", "kill-home-server", "storm-home-server", "kill-home-coordinator"
 GONE_WITHOUT = "freeze-home", "isolate-home"
 
 

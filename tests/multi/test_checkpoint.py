@@ -294,7 +294,8 @@ def failing(rank: int, address: str, folder: str) -> dict[str, Any]:
     session.checkpoint(good)
     if rank == 0:
         Path(f"{folder}/empty").mkdir()
-        for name, keep in (("unsealed", "manifest.json"), ("no model", "training-0.safetensors"), ("cut", "")):
+        for name, keep in (("unsealed", "manifest.json"), ("no model", "training-0.safetensors"), ("cut", ""),
+                           ("no state of rank 1", "rank-1.safetensors")):
             shutil.copytree(good, f"{folder}/{name}")
             if keep:
                 Path(f"{folder}/{name}/save-1/{keep}").unlink()
@@ -306,6 +307,7 @@ def failing(rank: int, address: str, folder: str) -> dict[str, Any]:
         report[name] = error_of(lambda name=name: session.resume(f"{folder}/{name}"))
     report["extra"] = error_of(lambda: session.resume(good, extra={"counter": Counter(0)}))
     report["no state"] = error_of(lambda: session.checkpoint(good, extra={"rank": rank}))
+    report["no state of rank 1"] = session.resume(f"{folder}/no state of rank 1"), session.inspect.decisions()
     before = job.tensors(buffers=False)
     job.train(1, infinite=2)
     assert equal(job.tensors(buffers=False), before), "the step was to be skipped"
@@ -329,28 +331,11 @@ def test_checkpoints_succeed_or_fail_on_all_ranks_together(tmp_path: Path) -> No
         for name in ("unsealed", "no model", "cut", "extra", "no state"):
             assert find_error_code(report[name]) == "E-CHECKPOINT", report[name]
             assert "\n" not in report[name]
+        loaded, decisions = report["no state of rank 1"]
+        assert loaded
+        assert any("rank-1" in line for line in decisions)
         assert report["left"] == []
     assert find_error_code(results[0]["disk"]) == find_error_code(results[0]["no directory"]) == "E-OTHER-RANK"
     assert find_error_code(results[1]["no directory"]) == "E-FILE"
     assert "File too large" in results[1]["disk"]
     assert sorted(p.name for p in (tmp_path / "good" / "save-1").iterdir()) == FILES
-
-
-def incomplete(rank: int, address: str, folder: str) -> tuple[bool, list[str]]:
-    job = training(rank, address)
-    job.train(2)
-    job.session.checkpoint(folder)
-    if rank == 0:
-        Path(f"{folder}/save-1/rank-1.safetensors").unlink()
-    torch.distributed.barrier()
-    result = job.session.resume(folder), job.session.inspect.decisions()
-    job.train(1)
-    job.session.close()
-    return result
-
-
-def test_checkpoint_that_no_rank_has_is_named(tmp_path: Path) -> None:
-    with Servers(WORLD, SERVERS) as servers:
-        for loaded, decisions in pool(WORLD).call(incomplete, servers.address, str(tmp_path)):
-            assert loaded
-            assert any("rank-1" in line for line in decisions)

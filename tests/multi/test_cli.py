@@ -51,38 +51,23 @@ def test_python_m_and_the_package_have_the_version() -> None:
     assert call("-c", "import commlayer; print(commlayer.__version__)").stdout == f"{VERSION}\n"
 
 
-@pytest.mark.parametrize(("typed", "offered"), [("commlayer pl", {"plan"}), ("commlayer plan ", {"create", "explain", "diff"})])
-def test_shells_complete_commands(typed: str, offered: set[str]) -> None:
-    words = typed.split(" ")
-    done = call("-m", "commlayer", _COMMLAYER_COMPLETE="complete_bash", COMP_WORDS=typed, COMP_CWORD=str(len(words) - 1))
-    assert offered <= set(done.stdout.split()), done.stderr
-    assert "serve" not in done.stdout
+def test_shells_complete_commands() -> None:
+    for typed, offered in (("commlayer pl", {"plan"}), ("commlayer plan ", {"create", "explain", "diff"})):
+        word = str(typed.count(" "))
+        done = call("-m", "commlayer", _COMMLAYER_COMPLETE="complete_bash", COMP_WORDS=typed, COMP_CWORD=word)
+        assert offered <= set(done.stdout.split()), done.stderr
+        assert "serve" not in done.stdout
     shown = call("-m", "commlayer", "--show-completion", "bash", _TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION="1")
     assert "complete -o default -F _commlayer_completion commlayer" in shown.stdout, shown.stderr
 
 
-WITHOUT = """
-import sys
-from importlib.machinery import PathFinder
-
-class Without:
-    @staticmethod
-    def find_spec(name, *rest):
-        return None if name.split(".")[0] == "skopt" else PathFinder.find_spec(name, *rest)
-
-sys.meta_path = [Without if finder is PathFinder else finder for finder in sys.meta_path]
-import commlayer.session, commlayer.cluster.servers.summation_server
-from commlayer.cli import main
-sys.argv = ["commlayer", "tune", "digits"]
-main.run()
-"""
-
-
-def test_only_tune_needs_scikit_optimize_and_reports_it(tmp_path: Path) -> None:
-    done = call("-c", WITHOUT, cwd=tmp_path)
-    assert "scikit-optimize" in done.stderr
-    assert done.stderr.endswith("[E-PACKAGE]\n")
-    assert done.returncode == 2
+def test_bayesian_search_without_scikit_optimize_is_one_line(
+    commlayer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "skopt", None)
+    code, _, errors = commlayer("tune", "digits")
+    assert (code, errors.count("\n")) == (2, 1)
+    assert errors.endswith("[E-PACKAGE]\n")
     assert not list(tmp_path.iterdir())
 
 

@@ -197,8 +197,8 @@ def test_equal_gradients_of_equal_weights_keep_their_bits() -> None:
     assert pool(WORLD).call(equal_gradients) == [True, True]
 
 
-WIDE, MICROS = 1024, 3
-"""Each weight has 4 MiB, the size of one bucket, which lanes read while backward() runs."""
+WIDE, MICROS = 512, 3
+"""Each weight has 1 MiB, the size of one bucket, which lanes read while backward() runs."""
 
 
 def scales(rank: int) -> Callable[[torch.Tensor], None]:
@@ -227,7 +227,7 @@ def hooked(rank: int, how: str, kind: str, address: str) -> list[torch.Tensor]:
     session: Any = None
     if how != "alone":
         where: dict[str, Any] = {"join": address, "ranks_per_node": 1} if address else {"ranks_per_node": WORLD}
-        config = quick(fuse_nbytes=1 << 20, cut_nbytes=4 << 20) | where
+        config = quick(fuse_nbytes=1 << 18, cut_nbytes=1 << 20) | where
         session = commlayer.attach(wrapped, optimizer, compression=commlayer.compressors.identity(), config=config,
                                    sync="forward" if how == "forward" else None)
     quiet = wrapped.no_sync if session is None else session.no_sync
@@ -253,7 +253,7 @@ def test_gradient_hooks_train_bit_equal_to_ddp(kind: str) -> None:
     ranks = pool(WORLD)
     wanted = ranks.call(hooked, "alone", kind, "")
     for how in ("step", "ddp", "service", "forward"):
-        with coordinators(1, WORLD, how == "service", fuse_nbytes=1 << 20, cut_nbytes=4 << 20) as jobs:
+        with coordinators(1, WORLD, how == "service", fuse_nbytes=1 << 18, cut_nbytes=1 << 20) as jobs:
             for result in ranks.call(hooked, how, kind, jobs[0].address if jobs else ""):
                 assert all(map(torch.equal, result, wanted[0])), how
 

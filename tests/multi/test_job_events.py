@@ -286,8 +286,7 @@ def train(rank: int, folder: str, address: str, every: int) -> tuple[str, float]
         return session.inspect.context.uplink.epoch.run, session.metrics()["exchange_s"]  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("every", [1, 4])
-@pytest.mark.parametrize("own", [True, False])
+@pytest.mark.parametrize(("every", "own"), [(1, False), (4, True)])
 def test_training_job_writes_its_events(tmp_path: Path, every: int, own: bool) -> None:
     """With its own coordinator, or with a separate one that has the events of all ranks."""
     with contextlib.ExitStack() as stack:

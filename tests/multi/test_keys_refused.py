@@ -112,24 +112,29 @@ def showing(node: str | None, newest: ssl.TLSVersion = ssl.TLSVersion.TLSv1_3, p
 
 
 CASES = {
-    "plain text": (plain, "it uses plaintext, but this end uses TLS"),
-    "no certificate": (showing(None), "it sent no certificate: set keys"),
-    "another CA": (showing("foreign"), "its certificate was issued by a different CA than this job's"),
-    "expired": (showing("expired"), "its certificate has expired according to this machine's clock (2"),
-    "not valid yet": (showing("early"), "its certificate is not valid yet according to this machine's clock (2"),
-    "revoked": (showing("revoked"), "its certificate was revoked"),
-    "an older TLS": (showing("worker", ssl.TLSVersion.TLSv1_2), "it uses a TLS version before 1.3"),
-    "another protocol": (showing("worker", protocol="http/1.1"), "gpu-1 accepts TLS on this port, but not for"),
+    "plain text": (plain, "it uses plaintext, but this end uses TLS", ""),
+    "no certificate": (showing(None), "it sent no certificate: set keys", ""),
+    "foreign": (showing("foreign"), "its certificate was issued by a different CA than this job's", "E-CERTIFICATE-CA"),
+    "expired": (showing("expired"), "its certificate has expired according to this machine's clock (2", "E-CERTIFICATE-DATE"),
+    "early": (showing("early"), "its certificate is not valid yet according to this machine's clock (2", "E-CERTIFICATE-DATE"),
+    "revoked": (showing("revoked"), "its certificate was revoked", "E-CERTIFICATE-REVOKED"),
+    "an older TLS": (showing("worker", ssl.TLSVersion.TLSv1_2), "it uses a TLS version before 1.3", ""),
+    "another protocol": (showing("worker", protocol="http/1.1"), "gpu-1 accepts TLS on this port, but not for", ""),
 }
+"""How a peer connects, what the server logs, and the code of the error that a member with these keys receives."""
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_peers_without_a_valid_key_are_refused(end: End, case: str, folders: Folders, caplog: pytest.LogCaptureFixture) -> None:
-    connect, reason = CASES[case]
+    connect, reason, code = CASES[case]
     with caplog.at_level(logging.WARNING, "commlayer"):
         with pytest.raises((EndOfStream, Refused, PeerLost, Damaged)):
             read_to_end(connect(end, folders))
         logged(caplog, reason)
+    if code:
+        with pytest.raises((CommError, ValueError), match=code) as caught:
+            end.friend(getattr(folders, case))
+        assert "\n" not in str(caught.value)
     end.friend(folders.worker)
 
 
@@ -154,21 +159,6 @@ def logged(caplog: pytest.LogCaptureFixture, reason: str) -> None:
     """The refusal is written on a thread of the listener's."""
     until(lambda: any(reason in line for line in caplog.messages), reason)
     assert all("127.0.0.1:" in line for line in caplog.messages if reason in line), "and says where from"
-
-
-TOLD = [
-    ("foreign", "E-CERTIFICATE-CA"),
-    ("expired", "E-CERTIFICATE-DATE"),
-    ("early", "E-CERTIFICATE-DATE"),
-    ("revoked", "E-CERTIFICATE-REVOKED"),
-]
-
-
-@pytest.mark.parametrize(("kind", "code"), TOLD)
-def test_refused_peers_receive_the_reason(end: End, kind: str, code: str, folders: Folders) -> None:
-    with pytest.raises((CommError, ValueError), match=code) as caught:
-        end.friend(getattr(folders, kind))
-    assert "\n" not in str(caught.value)
 
 
 def test_client_key_cannot_serve(folders: Folders) -> None:
@@ -353,23 +343,6 @@ def joined(address: str, folder: Path) -> None:
                 Failures()).leave()
 
 
-@pytest.mark.parametrize("kind", ["cut off", "of another job", "empty"])
-def test_invalid_revocation_list_excludes_no_member(ca: Path, kind: str, folders: Folders) -> None:
-    place = ca / "server-1"
-    server = InboxTransport(Hello("job", SERVER_BASE), settings=Settings(secret=SECRET, keys=Keys(place)))
-    address = server.listen()
-    coordinator = Coordinator(quick(token=SECRET, keys=str(place)), workers=1)
-    good = (place / "crl.pem").read_bytes()
-    bad = {"cut off": good[:-100], "of another job": (folders.foreign / "crl.pem").read_bytes(), "empty": b""}[kind]
-    (place / "crl.pem").write_bytes(bad)
-    worker = InboxTransport(Hello("job", 1), settings=Settings(secret=SECRET, keys=Keys(ca / "gpu-1")))
-    worker.dial(SERVER_BASE, address, soon())
-    assert exchange_pair(worker, server)
-    joined(coordinator.address, ca / "gpu-1")
-    for each in (worker, server, coordinator):
-        each.close()
-
-
 def test_replaced_certificate_is_used_after_the_next_start(ca: Path) -> None:
     keys = Keys(ca / "gpu-1")
     authority.add(ca.parent, "gpu-1", again=True)
@@ -390,16 +363,6 @@ def test_replaced_certificate_is_used_after_the_next_start(ca: Path) -> None:
     thread.join()
     for sock in (local, present):
         sock.close()
-
-
-def test_older_revocation_list_readmits_no_node(ca: Path, caplog: pytest.LogCaptureFixture) -> None:
-    keys, older = Keys(ca / "gpu-1"), (ca / "gpu-1" / "crl.pem").read_bytes()
-    gone = Keys(ca / "gpu-2").own.serial
-    authority.revoke(ca.parent, "gpu-2")
-    assert keys.revoked() == {gone}
-    (ca / "gpu-1" / "crl.pem").write_bytes(older)
-    assert keys.revoked() == {gone}
-    assert "list 1 of the CA, older than list 2" in caplog.text
 
 
 def test_slow_bytes_do_not_extend_a_handshake(folders: Folders) -> None:

@@ -85,9 +85,14 @@ class Import(NamedTuple):
 
 
 @functools.cache
+def nodes_of(file: Path) -> list[ast.AST]:
+    return [*ast.walk(ast.parse(file.read_text("utf-8")))]
+
+
+@functools.cache
 def imports_of(file: Path) -> list[Import]:
     found = []
-    for node in ast.walk(ast.parse(file.read_text("utf-8"))):
+    for node in nodes_of(file):
         if isinstance(node, ast.Import):
             found += [Import(file, node.lineno, alias.name) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -174,7 +179,7 @@ def test_only_the_path_table_names_paths() -> None:
     rooms = [file for room in ("worker", "paths") for file in sorted((PACKAGE / "engine" / room).glob("*.py"))
              if file.name != "staging.py"]
     found = [f"{file.name}:{node.lineno}" for file in rooms
-             for node in ast.walk(ast.parse(file.read_text("utf-8")))
+             for node in nodes_of(file)
              if isinstance(node, ast.Compare) and "path" in ast.unparse(node) and words & strings_in(node)]
     assert found == []
     assert strings_in(ast.parse("x.path == 'service'")) == {"service"}, "the search works"
@@ -241,12 +246,14 @@ def test_planner_and_balance_import_no_torch() -> None:
 
 
 def test_planning_loads_no_torch() -> None:
-    assert loaded("commlayer", "commlayer.planner", "commlayer.balance", of={"torch", "grpc"}) == "[]"
-
-
-def test_planning_process_loads_no_torch() -> None:
-    """It starts during the first steps of a job, which it plans from; the import of torch would slow them down."""
-    assert loaded("commlayer.autotune.planning.planning_process", of={"torch", "grpc", "scipy"}) == "[]"
+    """The planning process starts during the first steps of a job, which it plans from; the import of torch would slow them
+    down.
+    """
+    modules = ("commlayer", "commlayer.planner", "commlayer.balance", "commlayer.autotune.planning.planning_process",
+               "commlayer.autotune.shares.policy")
+    look = f"import sys, {', '.join(modules)}; print(sorted({{'torch', 'grpc', 'scipy'}} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, timeout=60, cwd=ROOT, check=True)
+    assert done.stdout.strip() == "[]"
 
 
 def test_coordinator_loads_no_numpy() -> None:
@@ -267,24 +274,19 @@ def test_coordinator_loads_no_numpy() -> None:
         child.wait()
 
 
-def loaded(*modules: str, of: set[str]) -> str:
-    look = f"import sys, {', '.join(modules)}; print(sorted({of} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, timeout=60, cwd=ROOT, check=True)
-    return done.stdout.strip()
-
-
 @pytest.mark.parametrize("module", ["pickle", "cloudpickle", "dill"])
 def test_no_module_reads_pickles(module: str) -> None:
     assert [described(i) for i in all_imports() if i.target.split(".")[0] == module] == []
 
 
-def test_one_module_imports_cupy() -> None:
-    assert len({i.file for i in all_imports() if i.target.split(".")[0] == "cupy"}) <= 1
+@pytest.mark.parametrize("package", ["cupy", "skopt"])
+def test_optional_packages_have_one_user(package: str) -> None:
+    assert len({i.file for i in all_imports() if i.target.split(".")[0] == package}) == 1
 
 
 def reads_environment(file: Path) -> list[str]:
     names = {"os.environ", "os.getenv", "os.putenv", "os.environb"}
-    nodes = [node for node in ast.walk(ast.parse(file.read_text("utf-8"))) if isinstance(node, ast.Attribute)]
+    nodes = [node for node in nodes_of(file) if isinstance(node, ast.Attribute)]
     found = [f"{file.relative_to(ROOT)}:{node.lineno}" for node in nodes if ast.unparse(node) in names]
     return found + [described(i) for i in imports_of(file) if i.target in names]
 
@@ -296,7 +298,7 @@ def test_only_config_reads_the_environment() -> None:
 
 def decoded_types(file: Path) -> list[tuple[str, ast.expr]]:
     """The types that msgspec decodes or converts to, each with its place."""
-    calls = [node for node in ast.walk(ast.parse(file.read_text("utf-8"))) if isinstance(node, ast.Call)]
+    calls = [node for node in nodes_of(file) if isinstance(node, ast.Call)]
     named = [(call, ast.unparse(call.func)) for call in calls]
     types = [(call, next((word.value for word in call.keywords if word.arg == "type"), None)) for call, name in named
              if re.fullmatch(r"msgspec\.\w+\.decode", name)]

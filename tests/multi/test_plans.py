@@ -38,7 +38,7 @@ def plan(*, stale: bool = False, **fields: Any) -> Plan:
 
 
 @pytest.mark.parametrize(("planned", "requested", "wanted"), [
-    ({}, {}, {}),
+    ({}, {}, {}), ({"local_steps": 4}, {}, {"local_steps": 4}),
     ({}, {"every": 4, "overlap": "round", "fragments": 2}, {"local_steps": 4, "overlap": "round", "fragments": 2}),
     ({}, {"codes": "updates"}, {"codes": "updates"}),
     ({}, {"overlap": "forward"}, {"overlap": "forward"}),

@@ -413,6 +413,9 @@ def test_large_body_continues_where_it_was_cut(kind: type[InboxTransport], way: 
 
     def take_pushes(server: InboxTransport) -> None:
         def arrived(message: Message) -> None:
+            if message.header.kind == Kind.AGAIN:  # before the cut no whole part of it had been read
+                server.send(0, PUSH._replace(kind=Kind.AGAIN))
+                return
             pushes.append(message)
             server.send(0, PUSH._replace(kind=Kind.RESULT, weight=2.0), LARGE if way == DOWN else b"sum")
 

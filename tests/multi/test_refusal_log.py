@@ -77,7 +77,6 @@ def test_refusal_floods_are_counted_and_probes_hide_no_refusal(
 
 
 SECRET = "correct-horse-battery"
-Connect = Callable[[Path], CoordinatorChannel]
 
 
 @pytest.fixture

@@ -45,6 +45,7 @@ from commlayer.cluster.membership.coordinator import Coordinator
 from commlayer.cluster.processes.child_processes import EmbeddedServer
 from commlayer.cluster.servers import worker_client
 from commlayer.cluster.servers.data_server import DataServer
+from commlayer.cluster.servers.gather import ROW_BUCKET, GatherOps
 from commlayer.cluster.servers.server_codecs import CodecOps
 from commlayer.cluster.servers.server_journal import ServerIdentity, ServerJournal
 from commlayer.cluster.servers.summation import Summation
@@ -54,7 +55,7 @@ from commlayer.compressors.kernels import fallback
 from commlayer.compressors.plan_codecs import make_codec
 from commlayer.config import host_port, join_host
 from commlayer.engine.worker.worker import Worker
-from commlayer.errors import CommError, CorruptFrame, InvalidInput, PeerLost, RecordError, Refused
+from commlayer.errors import CommError, CorruptFrame, InvalidInput, PeerLost, RecordError, Refused, find_error_code
 from commlayer.planner import default_plan
 from commlayer.records import Bucket, Epoch, Job, Member, Plan, ServerInfo, Slice, TensorInfo
 from commlayer.transport.handshake import Hello
@@ -103,6 +104,11 @@ class Serving:
         return self.serving.sums
 
     @property
+    def dropped(self) -> list[tuple[str, str]]:
+        """What the server's next heartbeat reports."""
+        return [(gone.peer, gone.reason) for gone in self.serving.report()["dropped"]]
+
+    @property
     def members(self) -> tuple[int, ...]:
         """Those of a step that counts all workers that have joined."""
         return self.core.cells[0].members_with(len(self.core.joined))
@@ -133,8 +139,20 @@ def test_sum_closes_as_soon_as_a_member_is_removed(opened: Opened) -> None:
         assert end.wait(result, soon()).header.weight == 2.0
     with pytest.raises(PeerLost):
         ends[2].wait(waits, soon())
+    assert job.dropped == []
     with pytest.raises(Refused, match="is no longer a member of the job.*E-EPOCH-ENDED"):
         job.end(2)
+
+
+def test_member_that_violates_the_protocol_is_dropped_and_reported(opened: Opened, caplog: pytest.LogCaptureFixture) -> None:
+    job = Serving(opened)
+    end = job.end(1)
+    end.send(SERVER_BASE, Header(Kind.PUSH, 1, 0, 0, codec=99, sender=1, weight=1.0), b"")
+    with pytest.raises(PeerLost):
+        end.wait(end.recv(SERVER_BASE), soon())
+    ((peer, reason),) = job.dropped
+    assert (peer, find_error_code(reason), "codec 99" in reason) == ("worker 1", "E-FRAME", True)
+    assert "dropped worker 1: " in caplog.text
 
 
 def test_reported_worker_is_a_member_from_then_on(opened: Opened) -> None:
@@ -156,6 +174,7 @@ def test_reported_worker_is_a_member_from_then_on(opened: Opened) -> None:
     (1, 3, 3, "worker 3 joins as number 1, but the coordinator's newest epoch is 2, not 3"),
     (1, 4, 2, "worker 4 joins as number 1, but the coordinator has not admitted it"),
     (1, 4, 1, "worker 4 joins as number 1, but the coordinator has not admitted it"),
+    (0, 3, 2, "worker 3 joins as number 0, but 0 workers have joined"),
 ])
 def test_member_that_reports_a_worker_falsely_is_dropped(
     number: int, member: int, generation: int, line: str, opened: Opened, caplog: pytest.LogCaptureFixture,
@@ -166,6 +185,7 @@ def test_member_that_reports_a_worker_falsely_is_dropped(
     with caplog.at_level(logging.WARNING, "commlayer"), pytest.raises(CommError):
         job.report(liar, number, member, generation)
     assert f"dropped worker 1: reports that {line}" in caplog.text
+    assert job.dropped == [("worker 1", f"reports that {line} [E-FRAME]")]
     assert job.core.joined == []
     job.report(honest, 1, 3, 2)
     assert job.members == (0, 1, 2, 3)
@@ -197,6 +217,15 @@ def test_worker_that_has_joined_and_left_before_the_report_is_not_waited_for(ope
         job.report(end, 1, 3, 2)
     results = [contribute(end, joined=1) for end in ends]
     assert [end.wait(result, soon()).header.weight for end, result in zip(ends, results, strict=True)] == [3.0] * 3
+
+
+def test_workers_that_come_and_go_need_no_further_room(opened: Opened, tmp_path: Path) -> None:
+    job = Serving(opened, journal=str(tmp_path))
+    end, begun = job.end(0), (tmp_path / "server.journal").stat().st_ino
+    for number in range(1, 7):
+        job.report(end, number, 2 + number, job.epoch(0, 1, 2 + number).generation)
+    assert job.core.cells[ROW_BUCKET].ops.bound == GatherOps(3).bound
+    assert (tmp_path / "server.journal").stat().st_ino == begun
 
 
 def test_requests_of_a_worker_that_follows_end_with_it(opened: Opened) -> None:

@@ -369,12 +369,6 @@ def walk(how: str = "") -> list[str]:
     return results[::-1]
 
 
-@pytest.mark.nightly
-def test_walk_covers_all_ordered_pairs() -> None:
-    path = walk()
-    assert sorted(pairwise(path)) == sorted(permutations(MODES, 2))
-
-
 def all_pairs(rank: int, address: str, how: str) -> dict[str, Any]:
     first, *rest = walk(how)
     training = Training(rank, address, first, how=how, drift="end", drift_steps=3)
@@ -396,6 +390,7 @@ def all_pairs(rank: int, address: str, how: str) -> dict[str, Any]:
     "", "gathered, scaled, weighed", "ddp, view, gathered, scaled, weighed", "ddp, static",
 ])
 def test_every_sync_mode_follows_every_other(how: str) -> None:
+    assert sorted(pairwise(walk())) == sorted(permutations(MODES, 2))
     with Servers(WORLD, 1) as servers:
         first, second = pool(WORLD).call(all_pairs, servers.address, how)
     for place, (mine, theirs) in enumerate(zip(first["rows"], second["rows"], strict=True)):

@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 import itertools
-import math
-import random
 from typing import Any
 
 import pytest
 from msgspec import structs
-from oracle.schedule import PortableSchedule
 from support.learning import learnt
-from support.planner import at, price, random_space
+from support.planner import at, price
 from support.plans import toy_job
 
 from commlayer.codec_spec import parse_spec
 from commlayer.planner.buckets import default_plan
 from commlayer.planner.convergence import Recipe
-from commlayer.planner.costs import Excesses, bucket_weights, overlapped_cluster, plan_excess
+from commlayer.planner.costs import Excesses, bucket_weights, plan_excess
 from commlayer.planner.data.tables import learning_rows as shipped_rows
 from commlayer.planner.model import Cluster, Policy, Question
 from commlayer.planner.plan_rules import verify
-from commlayer.planner.search import choices
-from commlayer.planner.search.choices import ChoiceSpace, search, uniform
 from commlayer.planner.search.plan_search import MOST_LOCAL_STEPS, PAYS, plan, searched_local_steps
-from commlayer.planner.simulation import native_schedule, simulate
+from commlayer.planner.simulation import simulate
 from commlayer.records import Plan, Slice
 
 FREE = Policy(exact=False)
@@ -35,43 +30,6 @@ FP16: dict[str, Any] = {"codec": "fp16()", "path": "service", "servers": 1, "ran
 
 def made_for(machines: Cluster, policy: Policy) -> Plan:
     return plan(toy_job(), machines, learnt(machines), policy)
-
-
-def costly_space(seed: int) -> tuple[ChoiceSpace, list[int]]:
-    """Options that need more steps the more they lose."""
-    space, _, counts = random_space(seed, budget=seed % 2 == 0)
-    rng = random.Random(seed)
-    return space._replace(excess=[[0.3 * rng.uniform(0.5, 1.5) * loss for loss in losses] for losses in space.loss]), counts
-
-
-@pytest.mark.parametrize("seed", range(24))
-def test_search_minimizes_the_seconds_to_a_loss(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    space, counts = costly_space(seed)
-    result = search(space, uniform(space))
-    least = math.inf
-    for choice in itertools.product(*map(range, counts)):
-        if sum(space.loss[b][o] for b, o in enumerate(choice)) <= space.max_loss + 1e-9:
-            steps = 1 + sum(space.excess[b][o] for b, o in enumerate(choice))
-            least = min(least, space.steps.run(list(choice)) * steps)
-    assert result.price == pytest.approx(least, rel=1e-9)
-    monkeypatch.setattr(choices, "FEW", 0)
-    assert search(space, uniform(space)).price <= least * 1.1, "also without trying everything it comes near"
-
-
-@pytest.mark.parametrize("seed", range(12))
-def test_sweep_compares_step_times_multiplied_by_factors(seed: int) -> None:
-    _, problem, counts = random_space(seed, budget=False)
-    rng = random.Random(seed)
-    factors = [rng.uniform(0.5, 3.0) for _ in range(counts[0])]
-    choice = [0] * len(counts)
-    steps = PortableSchedule(problem).sweep(choice, [0], math.inf)
-    prices = [a * b for a, b in zip(steps, factors, strict=True)]
-    limit = sorted(prices)[len(prices) // 2]
-    native = native_schedule(problem)
-    result = native.sweep(choice, [0], limit * (1 + 1e-9), math.nan, 0, None, factors)
-    assert all(ours == twin for ours, twin, price in zip(result, steps, prices, strict=True) if price <= limit)
-    best = native.sweep(choice, [0], math.inf, math.nan, 1, None, factors)
-    assert min(a * b for a, b in zip(best, factors, strict=True)) == min(prices)
 
 
 def test_slower_links_never_get_finer_codecs() -> None:
@@ -106,21 +64,6 @@ def test_without_rows_all_steps_have_factor_one() -> None:
     result = plan(toy_job(), machines, bare)
     assert (result.steps, result.steps_high) == (0.0, 0.0)
     assert result == plan(toy_job(), machines, bare, Policy(objective="step"))
-
-
-def test_overlapped_outer_steps_take_the_longer_of_compute_and_exchange() -> None:
-    job = toy_job()
-    assert job.timing is not None
-    computing_s = job.timing.forward_s + job.timing.backward_s + job.timing.update_s
-    for bps, every in ((1e7, 2), (1e7, 4), (1e10, 4)):
-        machines = at(bps)
-        profile = learnt(machines)
-        plain = default_plan(job, **FP16)
-        waited = structs.replace(plain, codes="updates", local_steps=every)
-        exchange_s = simulate(waited, job, overlapped_cluster(machines), profile).step_s - every * computing_s
-        overlapped = simulate(structs.replace(waited, overlap="round"), job, machines, profile)
-        assert overlapped.step_s == pytest.approx(max(every * computing_s, exchange_s))
-        assert overlapped.compute_s == pytest.approx(every * computing_s)
 
 
 @pytest.mark.parametrize("bps", [1e7, 1e8, 3e8, 1e9, 1e10])

@@ -1,12 +1,11 @@
 """commlayer.integrations with the real frameworks: equal to their own DDP bit for bit; a resumed run equals an uninterrupted
-one. Ranks are kept over all tests, because a framework takes seconds to import. Run as a script: a training at one site.
+one. Ranks are kept over all tests, because a framework takes seconds to import.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
-import json
 import os
 import re
 import subprocess
@@ -19,7 +18,6 @@ import pytest
 import torch
 from support import rank_pool
 from support.rank_pool import Pool, Servers, clean_environment
-from support.sites import Sites, all_ended
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -158,7 +156,7 @@ class ModelWithLoss(nn.Module):
 
 
 def with_trainer(options: Options | None, out: str, steps: int, save_at: int, resume: bool) -> tuple[Weights, Options]:
-    from transformers import PrinterCallback, Trainer, TrainingArguments
+    from transformers import Trainer, TrainingArguments
 
     from commlayer.integrations.transformers import CommlayerCallback
 
@@ -168,7 +166,6 @@ def with_trainer(options: Options | None, out: str, steps: int, save_at: int, re
         remove_unused_columns=False)
     data = [{"x": x, "labels": y} for x, y in samples(4 * WORLD * MICRO * 16)]
     trainer = Trainer(ModelWithLoss(), arguments, train_dataset=data)
-    trainer.remove_callback(PrinterCallback)  # its lines look like rows of JSON
     callback = CommlayerCallback(trainer, **options) if options is not None else None
     if callback is not None:
         trainer.add_callback(callback)
@@ -312,28 +309,6 @@ def failing(_: int, out: str) -> tuple[str, bool, bool]:
 def test_trainer_that_fails_leaves_nothing_replaced(ranks: Pool, tmp_path: Path) -> None:
     need("transformers")
     assert run(ranks, called, __name__, "failing", [0, str(tmp_path)]) == [("the script's own", True, False)] * WORLD
-
-
-@pytest.mark.parametrize(("framework", "package"), FRAMEWORKS)
-def test_frameworks_train_between_sites(framework: str, package: str, tmp_path: Path) -> None:
-    need(package)
-    sites = Sites()
-    sites.set(HF_HUB_OFFLINE="1", COMMLAYER_JOIN_DEADLINE_S="90")
-    try:
-        sites.serve(WORLD)
-        homes = [sites.launch(__file__, framework, str(tmp_path), rank=rank) for rank in range(WORLD)]
-        (one, *_), (other, *_) = (end.rows for end in all_ended(homes))
-    finally:
-        sites.close()
-    assert one["weights"] == other["weights"]
-    assert (one["losses"] == other["losses"]) == (framework == "with_trainer"), "own samples; the Trainer logs the mean"
-    assert one["exchanges"] == STEPS
-    assert one["sent_nbytes"] > 0
-
-
-if __name__ == "__main__":
-    weights, seen = globals()[sys.argv[1]]({"compression": "int4"}, sys.argv[2], STEPS, STEPS, False)
-    print(json.dumps(seen | {"weights": [tensor.sum().item() for tensor in weights.values()]}), flush=True)
 
 
 def sharded(rank: int, address: str, framework: str) -> list[torch.Tensor]:

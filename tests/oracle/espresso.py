@@ -38,23 +38,6 @@ def gpu_pass(
                 best_s, strategy = seconds, tried
 
 
-def settle(strategy: Sequence[int], options: Sequence[int], price: Price) -> list[int]:
-    """Local search, not part of Espresso: changes single tensors until no change helps.
-
-    Algorithm 1 decides on the largest tensors while all others are uncompressed, and never revises those decisions.
-    """
-    best, best_s = list(strategy), price(strategy)
-    still = 0
-    while still < len(best):
-        for tensor in range(len(best)):
-            still += 1
-            for option in range(options[tensor]):
-                tried = [*best[:tensor], option, *best[tensor + 1 :]]
-                if (seconds := price(tried)) < best_s:
-                    best, best_s, still = tried, seconds, 0
-    return best
-
-
 def cpu_pass(
     sizes: Sequence[int], strategy: Sequence[int], cpu_of: Callable[[int, int], int | None], price: Price, *, most: int = 5000,
 ) -> list[int]:

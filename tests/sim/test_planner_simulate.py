@@ -193,18 +193,23 @@ def test_native_loop_equals_the_portable_one_bit_for_bit(seed: int) -> None:
 @settings(max_examples=150, deadline=None)
 @given(st.integers(0, 10**6), st.booleans())
 def test_sweep_returns_the_shortest_requested_options(seed: int, late: bool) -> None:
-    """The shortest few among some options, right to the bit."""
+    """The shortest few among some options, by times multiplied by factors, right to the bit."""
     problem = random_problem(seed)
     if not late:
         problem = problem._replace(stale=0 * problem.stale, steps=1)
     rng, choice = random.Random(seed), choice_of(problem, seed)
     native, everything = core.Schedule(problem), PortableSchedule(problem).sweep(choice, [0], math.inf)
     only = sorted(rng.sample(range(len(everything)), rng.randint(1, len(everything))))
-    among = sorted(everything[o] for o in only)
+    factors = [rng.choice((1.0, rng.uniform(0.5, 3.0))) for _ in everything]
+    prices = [step_s * factor for step_s, factor in zip(everything, factors, strict=True)]
+    among = sorted(prices[o] for o in only)
     for most in (1, 2):
-        result = native.sweep(choice, [0], math.inf, math.nan, most, only)
-        assert sorted(result)[: min(most, len(only))] == among[:most]
+        result = native.sweep(choice, [0], math.inf, math.nan, most, only, factors)
+        assert sorted(a * b for a, b in zip(result, factors, strict=True))[: min(most, len(only))] == among[:most]
         assert all(s == everything[o] if o in only else s == math.inf for o, s in enumerate(result) if s < math.inf)
+    limit = sorted(prices)[len(prices) // 2]
+    limited = native.sweep(choice, [0], limit, math.nan, 0, None, factors)
+    assert all(limited[o] == everything[o] for o, price in enumerate(prices) if price < limit * (1 - 1e-8))
 
 
 @pytest.mark.skipif(core is None, reason="without a compiler there is no native loop")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -170,5 +170,12 @@ class Cluster:
 
     def kept(self) -> torch.Tensor:
         """The sum of all residuals, including the server's, in float64."""
-        residuals = [residual(s).double() for s in [*self.states, self.server] if "residual" in s]
-        return torch.stack(residuals).sum(0) if residuals else torch.zeros(self.spec.numel, dtype=torch.float64)
+        def residuals(state: State) -> Iterator[torch.Tensor]:
+            if "residual" in state:
+                yield residual(state).double()
+            for part in state.values():
+                if isinstance(part, dict):
+                    yield from residuals(part)
+
+        return sum((each for state in [*self.states, self.server] for each in residuals(state)),
+                   torch.zeros(self.spec.numel, dtype=torch.float64))

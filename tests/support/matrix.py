@@ -90,8 +90,7 @@ REFUSED = {
 """Where a feature is refused today. A feature without an entry must work: remove the entry, and the test requires it."""
 
 YES, LIMITS, NO, NEVER = "works", "works, with limits", "refused", "never run"
-SAME = ("test_equals_ddp", "test_resumed_run_equals_the_uninterrupted_run", "test_local_steps_resume",
-        "test_frameworks_train_between_sites")
+SAME = ("test_equals_ddp", "test_resumed_run_equals_the_uninterrupted_run", "test_local_steps_resume")
 
 TABLES: dict[str, tuple[Row, ...]] = {
     "Training scripts": (
@@ -145,7 +144,7 @@ TABLES: dict[str, tuple[Row, ...]] = {
     ),
     "Frameworks": (
         Row("transformers' Trainer", YES,
-            "equal to DDP bit for bit; resumed bit for bit, also under local steps; between homes", recipes(*SAME)),
+            "equal to DDP bit for bit; resumed bit for bit, also under local steps", recipes(*SAME)),
         Row("Accelerate", YES, "the same", recipes(*SAME)),
         Row("Lightning", YES,
             "the same, and where Lightning starts the ranks", recipes(*SAME, "test_lightning_starts_the_ranks")),

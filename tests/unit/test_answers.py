@@ -26,7 +26,6 @@ from commlayer.config import Config
 from commlayer.engine.buckets.current_step import Counters
 from commlayer.engine.buckets.units import Units
 from commlayer.engine.job.run_events import RunEvents
-from commlayer.errors import InvalidInput
 from commlayer.last_run import folder, list_remembered
 from commlayer.observe import events, power
 from commlayer.observe.event_log import EventLog
@@ -461,8 +460,3 @@ def test_address_of_ntfy(monkeypatch: pytest.MonkeyPatch, text: str, url: str) -
     monkeypatch.setattr(alerts, "_post", lambda to, data, headers: sent.append((to, data)))
     parse_receiver(text).send(Alert("done", "The run is done.", "a", START))
     assert sent == [(url, b"The run is done.")]
-
-
-def test_unknown_kind_is_refused() -> None:
-    with pytest.raises(InvalidInput):
-        parse_receiver("ftp://host/x")

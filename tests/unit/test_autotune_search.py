@@ -35,7 +35,7 @@ from commlayer.balance import Communication
 from commlayer.cluster.processes.channels import node_ranks
 from commlayer.codec_spec import parse_spec
 from commlayer.engine.job.plan_checks import node_problems
-from commlayer.engine.sync.sync_modes import LocalSteps, requested_modes, with_modes
+from commlayer.engine.sync.sync_modes import LocalSteps, requested_modes
 from commlayer.engine.worker.site import LocalSite
 from commlayer.errors import InvalidInput, InvalidState
 from commlayer.planner import default_plan, simulate
@@ -132,19 +132,6 @@ def test_early_training_avoids_coarse_codecs_unless_links_require_them(
     if links == "2/2Mb":
         assert "topk" in families(search.best_plan(made_from, current).plan), "which is what an older one takes"
     assert sparse or families(young) <= set(search.FINE)
-
-
-@pytest.mark.parametrize(("fields", "what"), [
-    ({"local_steps": 4}, "4 local steps"), ({"codes": "updates"}, "weight changes"),
-    ({"stale": True}, "late results"),
-])
-def test_inexact_plan_is_refused(fields: dict[str, Any], what: str) -> None:
-    plan = plan_of(0.0)
-    late = {"buckets": (structs.replace(plan.buckets[0], stale=True), *plan.buckets[1:])}
-    plan = structs.replace(plan, **(late if "stale" in fields else fields))
-    assert with_modes(plan, requested_modes(None)) == plan
-    with pytest.raises(ValueError, match=f"sync='step'.* {what}.*E-SYNC-PLAN"):
-        with_modes(plan, requested_modes("step"))
 
 
 def test_search_space_is_limited_to_what_the_script_allows() -> None:

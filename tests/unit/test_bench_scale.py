@@ -35,10 +35,9 @@ def test_the_scaled_model_is_divided_into_equal_buckets_among_servers() -> None:
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
-@pytest.mark.parametrize("tls", [False, True])
-def test_light_members_exchange_with_a_real_server(*, tls: bool) -> None:
+def test_light_members_exchange_with_a_real_server() -> None:
     cores = os.sched_getaffinity(0)
-    with scale.place(numel=1 << 18, most=3, bps=100e6, tls=tls) as its:
+    with scale.place(numel=1 << 18, most=3, bps=100e6, tls=True) as its:
         its.join(3)
         its.exchange(2)
         its.exchange(1, late=True)

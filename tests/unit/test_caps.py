@@ -20,7 +20,7 @@ from support.mailbox import InboxTransport
 from commlayer.autotune import plan_policy
 from commlayer.autotune.measure.measurements import remove_caps
 from commlayer.cli import pauses
-from commlayer.cli.pauses import PauseRules, systemd_unit
+from commlayer.cli.pauses import PauseRules
 from commlayer.cluster.calls import home_traffic
 from commlayer.cluster.calls.home_traffic import HomeTraffic
 from commlayer.errors import InvalidInput, find_error_code
@@ -240,13 +240,6 @@ def test_a_home_whose_traffic_cannot_be_counted_any_more_pauses(folder: Path, mo
     assert home.reason().startswith("pauses until its traffic can be counted")
     (folder / "traffic.json").write_text(text)
     assert home.reason() == ""
-
-
-def test_a_unit_has_the_caps(tmp_path: Path) -> None:
-    unit = systemd_unit(tmp_path / "s.py", [], "", pause_if_busy=False, watts=0, monthly="200GB", upload_share="60%")
-    assert "up --monthly 200GB --upload-share 60%% " in unit
-    with pytest.raises(InvalidInput):
-        systemd_unit(tmp_path / "s.py", [], "", pause_if_busy=False, watts=0, monthly="200")
 
 
 def test_a_limit_holds_on_average_and_follows_its_changes(monkeypatch: pytest.MonkeyPatch) -> None:

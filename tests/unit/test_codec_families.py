@@ -331,12 +331,6 @@ def test_no_valid_byte_decodes_to_infinity(codec: Codec, scale: bytes, nbytes: i
         kit.decoded(codec, good[:16] + above + bytes(nbytes), 8)
 
 
-PLAIN: list[Codec] = [
-    powersgd(rank=2),
-    powersgd(rank=200),
-    powersgd(rank=2, shapes=((30, 40), (11,))),
-]
-each = pytest.mark.parametrize("codec", PLAIN, ids=str)
 GOLDEN = Path(__file__).parents[1] / "golden" / "payloads"
 
 

@@ -34,6 +34,20 @@ from commlayer.planner.model import Policy, Question
 NODES = "2xrtx3060@100/20Mb,rtx4090@1Gb"
 
 
+MADE: dict[str, bytes] = {}
+
+
+@pytest.fixture
+def planned(commlayer):
+    """`commlayer` in a folder with a plan and its inputs, which are made once."""
+    if not MADE:
+        assert commlayer("plan", "create", "lstm", "--nodes", NODES, "--out", "plan.json")[0] == 0
+        MADE.update((path.name, path.read_bytes()) for path in Path().glob("plan.*json"))
+    for name, data in MADE.items():
+        Path(name).write_bytes(data)
+    return commlayer
+
+
 def test_plan_commands_create_explain_lint_compare_and_vary(commlayer, tmp_path: Path) -> None:
     code, out, _ = commlayer("plan", "create", "lstm", "--nodes", NODES, "--out", "plan.json")
     assert code == 0
@@ -346,24 +360,22 @@ def test_errors_in_a_file_are_one_line(commlayer, job: dict, profile: dict, mess
     assert not [*Path().glob("record*")], "no file is partly written"
 
 
-def test_lint_names_the_bucket_of_an_edited_plan(commlayer) -> None:
-    commlayer("plan", "create", "lstm", "--nodes", NODES, "--out", "plan.json")
+def test_lint_names_the_bucket_of_an_edited_plan(planned) -> None:
     file = Path("plan.json")
     record = json.loads(file.read_text())
     record["buckets"][0]["path"] = "encode@cpu net.push decode@cpu"
     record["buckets"][1]["codec"] = "zip()"
     file.write_text(json.dumps(record))
-    code, out, _ = commlayer("plan", "lint", "plan.json")
+    code, out, _ = planned("plan", "lint", "plan.json")
     assert code == 2
     assert any(line.startswith("bucket 0: path") for line in out.splitlines())
     assert any(re.fullmatch(r"bucket 1: codec 'zip\(\)'.*\[E-CODEC-NAME\]", line) for line in out.splitlines())
     record["schema"] = 1
     file.write_text(json.dumps(record))
-    assert re.search(r"\bschema 1\b.*\[E-PLAN-REFUSED\]", commlayer("plan", "explain", "0")[2])
+    assert re.search(r"\bschema 1\b.*\[E-PLAN-REFUSED\]", planned("plan", "explain", "0")[2])
 
 
-def test_plan_file_has_one_line_per_bucket_and_malformed_files_are_named(commlayer) -> None:
-    commlayer("plan", "create", "lstm", "--nodes", NODES, "--out", "plan.json")
+def test_plan_file_has_one_line_per_bucket_and_malformed_files_are_named(planned) -> None:
     text = Path("plan.json").read_text()
     record = json.loads(text)
     assert len(text.splitlines()) == len(record["buckets"]) + 2
@@ -383,18 +395,17 @@ def test_plan_file_has_one_line_per_bucket_and_malformed_files_are_named(commlay
         ("bare", "{}", ["Object missing required field `job`"]),
     ):
         Path(f"{name}.json").write_text(data)
-        assert commlayer("plan", "lint", f"{name}.json") == (2, "".join(f"{line}\n" for line in lines), "")
+        assert planned("plan", "lint", f"{name}.json") == (2, "".join(f"{line}\n" for line in lines), "")
         # commands that need the plan stop at the first
         line = f"commlayer: plan {name}.json: {lines[0]} [E-PLAN-FILE]\n"
-        assert commlayer("plan", "explain", "0", "--plan", f"{name}.json") == (2, "", line)
+        assert planned("plan", "explain", "0", "--plan", f"{name}.json") == (2, "", line)
 
 
-def test_lint_reports_damaged_inputs_and_still_checks_the_plan(commlayer) -> None:
-    commlayer("plan", "create", "lstm", "--nodes", NODES, "--out", "plan.json")
+def test_lint_reports_damaged_inputs_and_still_checks_the_plan(planned) -> None:
     record = json.loads(Path("plan.json").read_text())
     Path("plan.json").write_text(json.dumps({**record, "local_steps": 0, "servers": -1, "step_s": -1}))
     Path("plan.inputs.json").write_text("{")
-    code, out, errors = commlayer("plan", "lint", "plan.json")
+    code, out, errors = planned("plan", "lint", "plan.json")
     assert (code, errors) == (2, "")
     for line in ("inputs plan.inputs.json: Input data was truncated [E-PLAN-FILE]", "local_steps is 0, allowed: at least 1",
                  "servers is -1, allowed: at least 0", "step_s is -1.0, allowed: seconds, 0 or more"):

@@ -76,10 +76,13 @@ def test_revoked_name_is_on_every_list_and_its_next_certificate_is_not(ca: Path)
 
 def test_damaged_or_foreign_revocation_list_has_no_effect(ca: Path, tmp_path: Path) -> None:
     place = authority.add(ca, "gpu-1")
-    authority.add(ca, "gpu-2")
+    gone, older = Keys(authority.add(ca, "gpu-2")).own.serial, (place / "crl.pem").read_bytes()
     authority.revoke(ca, "gpu-2")
     keys, good = Keys(place), (place / "crl.pem").read_bytes()
     before = keys.revoked()
+    assert before == {gone}
+    (place / "crl.pem").write_bytes(older)
+    assert keys.revoked() == before, "a list that is older than the last one readmits no node"
     authority.init(tmp_path / "other")
     for data in (b"", good[:-100], (tmp_path / "other" / "crl.pem").read_bytes()):
         (place / "crl.pem").write_bytes(data)

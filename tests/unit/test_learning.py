@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import commlayer
@@ -228,6 +228,7 @@ def assert_monotone(rows: tuple[LearningRow, ...], codec: str, recipe: Recipe) -
             assert all(o <= h + 1e-9 for o, h in zip(other, hard, strict=True)), (r, every, other, hard, rows)
 
 
+@settings(max_examples=40)
 @given(ROWS)
 def test_no_factor_is_below_its_measurement(rows: tuple[LearningRow, ...]) -> None:
     for one in rows:
@@ -239,6 +240,7 @@ def test_no_factor_is_below_its_measurement(rows: tuple[LearningRow, ...]) -> No
             assert result.loss >= one.loss - 1e-9
 
 
+@settings(max_examples=25)
 @given(ROWS, RECIPES.map(lambda r: r._replace(codes="gradients", every=1, overlap="", late=False)))
 def test_identity_has_zero_loss_in_every_table(rows: tuple[LearningRow, ...], recipe: Recipe) -> None:
     assert excess(rows, "identity()", recipe) == NONE == excess(rows, "fp16()", recipe)

@@ -52,7 +52,7 @@ def test_every_case_trains(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len({case.key for case in planned}) == len(planned)
     for case in planned[:4]:
         noise: list[float] = []
-        loss, = longrun.train(case._replace(steps=32), noise)
+        loss, = longrun.train(case._replace(steps=16), noise)
         assert 0 < loss < 5
         assert len(noise) == (case.variant.codec == "identity()")
         assert all(batches > 0 for batches in noise) or case.variant.workers == 1

@@ -312,12 +312,12 @@ def takes(nbytes: int) -> Any:
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="only Linux reports the memory used")
 @pytest.mark.parametrize(("room", "sharing", "least", "most"), [
-    (100 << 20, 1, 8, 30), (100 << 20, 4, 3, 8), (1 << 40, 1, 64, 64)])
+    (50 << 20, 1, 8, 30), (50 << 20, 4, 3, 8), (1 << 40, 1, 64, 64)])
 def test_cpu_trial_stops_before_memory_is_exhausted(
     room: int, sharing: int, least: int, most: int, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(batch_trial, "room_nbytes", lambda: float(room))
-    trial = BatchTrial(nn.Linear(6, 1), takes(4 << 20), lambda samples: torch.randn(samples, 6), sharing=sharing)
+    trial = BatchTrial(nn.Linear(6, 1), takes(2 << 20), lambda samples: torch.randn(samples, 6), sharing=sharing)
     result = profile(trial, 64, repeats=1)
     assert result.ended == (most < 64)
     assert least <= result.cap <= most

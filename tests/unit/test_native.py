@@ -323,51 +323,6 @@ def test_draws(n: int, seed: int, density: float) -> None:
     same(run)
 
 
-FORMATS = ("ef", "bitmap", "blocks")
-
-
-def nbytes_of(name: str, n: int, idx: np.ndarray) -> int:
-    if name == "blocks":
-        assert core.blocks_nbytes(idx, n) == reference.blocks_nbytes(idx, n)
-        return int(core.blocks_nbytes(idx, n))
-    return core.ef_bound(n, len(idx)) if name == "ef" else (n + 7) // 8
-
-
-def encoded(name: str, idx: np.ndarray, n: int) -> bytearray:
-    out = bytearray(nbytes_of(name, n, idx))
-    assert getattr(core, f"{name}_encode")(out, idx, n) == len(out)
-    return out
-
-
-@quick
-@given(st.sampled_from(SIZES[1:]), seeds, st.floats(0, 1), st.data())
-@pytest.mark.parametrize("name", FORMATS)
-def test_damaged_bytes_are_refused_or_decode_to_other_positions(
-    name: str, n: int, seed: int, density: float, data: st.DataObject
-) -> None:
-    idx = positions(n, int(n * density), seed)
-    bad = encoded(name, idx, n)
-    for _ in range(data.draw(st.integers(1, 3))):
-        if bad:
-            bad[data.draw(st.integers(0, len(bad) - 1))] ^= data.draw(st.integers(1, 255))
-    cut = data.draw(st.sampled_from([0, 0, 0, 1, -1]))
-    bad = bad[: len(bad) - cut] if cut >= 0 else bad + b"\0"
-    outcomes = []
-    for module in MODULES:
-        back = np.full(len(idx), 0xDEAD, np.uint32)
-        try:
-            getattr(module, f"{name}_decode")(back, n, bad)
-        except CorruptFrame:
-            assert (back == 0xDEAD).all(), "a refused decode wrote"
-            outcomes.append(None)
-        else:
-            assert (np.diff(back.astype(np.int64)) > 0).all()
-            assert not len(back) or back[-1] < n
-            assert encoded(name, back, n) == bad, "two spellings of the same positions"
-            outcomes.append(back.tobytes())
-    assert outcomes[0] == outcomes[1]
-
-
 @pytest.mark.parametrize("module", MODULES)
 def test_golden_bytes(module: ModuleType) -> None:
     idx = np.array([2, 3, 5, 7, 11, 13, 24], np.uint32)
@@ -377,18 +332,6 @@ def test_golden_bytes(module: ModuleType) -> None:
     assert bytes(out[:4]) == bytes([0b11_01_11_10, 0b00_01_11, 0b0101_1011, 0b0001_0001])
     assert module.bitmap_encode(out, idx, 32) == 4
     assert bytes(out[:4]) == bytes([0b1010_1100, 0b0010_1000, 0, 1])
-
-
-def test_positions_up_to_the_last_of_32_bits() -> None:
-    n = 2**32 - 1
-    idx = np.array([0, 1, 2**31 - 1, 2**31, n - 2, n - 1], np.uint32)
-    for module in MODULES:
-        for name in ("ef", "blocks"):
-            out = bytearray(nbytes_of(name, n, idx))
-            assert getattr(module, f"{name}_encode")(out, idx, n) == len(out)
-            back = np.zeros_like(idx)
-            getattr(module, f"{name}_decode")(back, n, out)
-            assert (back == idx).all()
 
 
 keys = st.integers(0, 2**63 - 1)
@@ -440,12 +383,11 @@ def run_coder(
 
 @quick
 @given(sizes, seeds, kinds, st.booleans(), st.sampled_from([0, 1]), st.sampled_from([8, 32, 40, 64, 1024]), keys, st.data())
-@pytest.mark.parametrize("dither", [False, True])
 @pytest.mark.parametrize("width", [2, 3, 4, 5, 8])
 def test_linear(
-    width: int, dither: bool, n: int, seed: int, kind: str, fed: bool, shift: int, block: int, key: int, data: st.DataObject
+    width: int, n: int, seed: int, kind: str, fed: bool, shift: int, block: int, key: int, data: st.DataObject
 ) -> None:
-    euclidean, step = data.draw(st.booleans()), data.draw(st.sampled_from([0, 1, 2**32 + 5]))
+    euclidean, dither, step = data.draw(st.booleans()), data.draw(st.booleans()), data.draw(st.sampled_from([0, 1, 2**32 + 5]))
     run_coder("linear", n, seed, kind, fed, shift, block, 2, width, euclidean, dither, key, step)
 
 

@@ -286,7 +286,7 @@ def test_number_of_clients_is_bounded_and_slots_are_released(served: Served) -> 
 
 
 def test_slow_requests_do_not_block_other_clients(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(web, "REQUEST_S", 0.5)
+    monkeypatch.setattr(web, "REQUEST_S", 0.2)
     with closing(Served(log_of(stream()))) as page, ExitStack() as stack:
         slow = [stack.enter_context(socket.create_connection(("127.0.0.1", page.port), 10)) for _ in range(web.MAX_CONNECTIONS)]
         until = time.monotonic() + 20

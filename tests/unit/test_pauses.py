@@ -169,9 +169,11 @@ def test_power_returns_to_its_earlier_limit(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_unit_runs_the_same_command(tmp_path: Path) -> None:
-    unit = systemd_unit(tmp_path / "my script.py", ["--lr", "1e-3"], "22:00-07:00", pause_if_busy=True, watts=150)
+    unit = systemd_unit(tmp_path / "my script.py", ["--lr", "1e-3"], "22:00-07:00", pause_if_busy=True, watts=150,
+                        monthly="200GB", upload_share="60%")
     (line,) = [line for line in unit.splitlines() if line.startswith("ExecStart=")]
     assert line == (f"ExecStart={sys.executable} -m commlayer up --when 22:00-07:00 --pause-if-busy --max-gpu-power 150 "
-                    f"'{tmp_path}/my script.py' --lr 1e-3")
-    with pytest.raises(InvalidInput):
-        systemd_unit(tmp_path / "s.py", [], "noon", pause_if_busy=False, watts=0)
+                    f"--monthly 200GB --upload-share 60%% '{tmp_path}/my script.py' --lr 1e-3")
+    for when, monthly in (("noon", ""), ("", "200")):
+        with pytest.raises(InvalidInput):
+            systemd_unit(tmp_path / "s.py", [], when, pause_if_busy=False, watts=0, monthly=monthly)

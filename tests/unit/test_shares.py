@@ -153,7 +153,7 @@ def curves(draw: st.DrawFn) -> Piecewise:
     return Piecewise(tuple(batches), tuple(times))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.lists(st.one_of(lines, curves()), min_size=1, max_size=4), st.integers(4, 14), st.integers(1, 2), st.data())
 def test_solver_finds_the_fastest_split(models: list[TimeModel], total: int, minimum: int, data: st.DataObject) -> None:
     """Also with micro-batches, each of which pays its launch."""
