@@ -319,7 +319,7 @@ def test_fragments_are_consecutive_buckets_of_the_plan() -> None:
     for count, wanted in ((1, [[0, 1, 2, 3, 4]]), (2, [[0, 1], [2, 3, 4]]), (3, [[0], [1, 2], [3, 4]]),
                           (5, [[0], [1], [2], [3], [4]])):
         assert divide_into_fragments(buckets, count) == wanted
-    assert_refused(outcome(lambda: divide_into_fragments(buckets[:2], 3)), "E-SYNC-FRAGMENTS", "fragments=3: ", " 2 ")
+    assert_refused(outcome(lambda: divide_into_fragments(buckets[:2], 3)), "E-SYNC-FRAGMENTS", "fragments=3: ", " 2,")
 
 
 class Net(nn.Module):

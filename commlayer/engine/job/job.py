@@ -416,7 +416,7 @@ class DistributedJob(JobContext):
         self.rows.begin(worker.now.generation)
         self.uplink.limit_bodies(max(expected_nbytes(worker.plan, n) for n in range(max(1, worker.plan.servers))))
 
-        root_cause = self._root_cause
+        root_cause, rows = self._root_cause, self.rows.transport
 
         def fail(error: CommError) -> None:
             root_cause.record(error)
@@ -428,7 +428,7 @@ class DistributedJob(JobContext):
 
         def stalled(bucket: int, step: int, missing: tuple[int, ...]) -> None:
             if bucket == ROW_BUCKET:
-                self.rows.transport.stalled(step, missing)
+                rows.stalled(step, missing)
             else:
                 worker.stalled(bucket, step, missing)
 
