@@ -27,7 +27,7 @@ def support() -> str:
         "", "## Features and kinds of jobs", "",
         *wrap("Each cell is a case of `tests/multi/test_features.py`: all workers use the feature and end with equal weights. "
                "Where homes come and go, one home is killed inside a step. Then another one joins, except with Accelerate, "
-               "Lightning, `session.join()` and checkpoints. A code is that of the error with which the job ends instead."), "",
+               "Lightning and checkpoints. A code is that of the error with which the job ends instead."), "",
         table_row("feature", *matrix.KINDS.values(), "further tests"), table_row(*["---"] * (len(matrix.KINDS) + 2)),
         *(table_row(feature.title, *(f"`{matrix.REFUSED[name, kind].code}`" if (name, kind) in matrix.REFUSED else "yes"
                                 for kind in matrix.KINDS), ", ".join(f"`{file}`" for file in feature.tests))

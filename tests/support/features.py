@@ -64,18 +64,19 @@ class Training:
         self.config: dict[str, Any] = dict(SMALL)
         if part.kind in ("collectives", "servers"):
             self.config = quick(ranks_per_node=self.per_node, servers="each")
-        self._awaits, self._passes = part.kind.endswith("leave") and self.feature.joins, 0
+        self._awaits, self.passes, self.first = part.kind.endswith("leave") and self.feature.joins, 0, 0
         self._members: list[list[int]] = []
         self._averages: list[list[tuple[Any, Any]]] = []
         """Of each step: the averages, and those by hand."""
         self.resumed: int | None = None
         self.shares: dict[int, int] = {}
-        self.compared = self.buckets = 0
+        self.compared = self.buckets = self.fewer = 0
+        """`fewer`: how many steps fewer than worker 0 this one makes."""
         self.model.register_forward_pre_hook(self.before_pass)
 
     def before_pass(self, *_: Any) -> None:
-        self._passes += 1
-        if self.part.dies and self._passes == DIES_AT:
+        self.passes += 1
+        if self.part.dies and self.passes == DIES_AT:
             first = next(self.model.parameters())  # the last one of the backward pass: others are on their way
             first.register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
 
@@ -91,7 +92,7 @@ class Training:
 
     def begin(self, session: Any) -> Any:
         """Trains with that session. A home that has joined tells the others its first step."""
-        self.session = session
+        self.session, self.first = session, session.step
         if self.session.joined:
             new = self.folder / f"arrives-{os.getpid()}"
             new.write_text(str(self.session.step))
@@ -116,7 +117,7 @@ class Training:
         return self.folder / "arrived"
 
     def is_over(self) -> bool:
-        step = self.session.step
+        step = self.session.step + self.fewer
         if not self._awaits:
             return bool(step - (self.resumed or 0) >= STEPS)
         if self._arrival.exists():
@@ -199,9 +200,10 @@ def weighted(job: Training) -> None:
 
 def uneven(job: Training) -> None:
     session = job.attach()
+    job.fewer = 2 * (job.id % 3)
     with session.join():
-        for _ in range(STEPS - 2 * job.id):
-            job.step(session.step)
+        for step in job.steps():
+            job.step(step)
 
 
 def switching(job: Training) -> None:
@@ -376,6 +378,11 @@ def plan_of_job(job: Training) -> Plan:
     return plan
 
 
+def ran_out(job: Training) -> bool:
+    """Whether the others have made as many steps more than this worker as they should have."""
+    return bool(job.passes + job.fewer == job.session.step - job.first)
+
+
 def exchanged(job: Training) -> bool:
     return job.session.metrics()["exchanges"] >= STEPS
 
@@ -395,9 +402,8 @@ FEATURES: dict[str, Feature] = {
                     lambda _: {"sync": "auto", "compression": None}),
     "gpus": Feature(lambda job: plan_of_job(job).ranks_per_node > 1, plain,
                     lambda job: {"plan": job.planned()}),
-    "join": Feature(lambda job: job.session.step == STEPS, uneven, lambda _: {"sync": "step"}, joins=False),
-    "join_local": Feature(lambda job: job.session.step == STEPS, uneven, lambda _: {"sync": commlayer.LocalSteps(4)},
-                          joins=False),
+    "join": Feature(ran_out, uneven, lambda _: {"sync": "step"}),
+    "join_local": Feature(ran_out, uneven, lambda _: {"sync": commlayer.LocalSteps(4)}),
     "shares": Feature(lambda job: len(set(job.shares.values())) > 1, moving_shares, more=80),
     "weight": Feature(lambda job: job.compared > 0, weighted, lambda _: {"compression": EXACT}),
     "resume": Feature(exchanged, resuming, joins=False),
