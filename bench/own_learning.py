@@ -131,7 +131,7 @@ def _curve_of(variant: Variant, make: Make, steps: int) -> Sequence[float]:
         raise
     except Exception as error:
         raise InvalidInput("E-USER-CODE", f"task {variant.task}: {exit_reason(error)}; a step of it by itself shows "
-                                            "where") from None
+                           "where") from None
     if (least := min(curve)) <= 0:  # a diverged training gives NaN, which is valid
         raise InvalidInput("E-USER-CODE",
                            f"task {variant.task}: validation returned {least:g}, needed is a loss above 0, since others are "

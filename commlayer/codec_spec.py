@@ -59,7 +59,7 @@ class CodecSpec(msgspec.Struct, frozen=True):
         """The shortest text of the codec, without arguments that have default values, except the ratio."""
         rules = RULES[self.family]
         arguments = [f"{name}={value if isinstance(value, CodecSpec) else repr(value)}" for name, value in self.arguments
-                if name == "ratio" or value != rules[name].default]
+                     if name == "ratio" or value != rules[name].default]
         return f"{self.family}({', '.join(text.removeprefix('inner=') for text in arguments)})"
 
     def get(self, name: str) -> Any:

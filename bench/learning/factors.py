@@ -96,7 +96,7 @@ def rows_of(costs: Mapping[Variant, Cost], *, least_tasks: int = 1) -> tuple[Lea
             continue
         worst = {field: max(getattr(row, field) for row in enough) for field in ("steps", "steps_high", "loss", "loss_high")}
         table_rows.append(structs.replace(enough[0], workers=0, tasks=max(row.tasks for row in enough),
-                                    runs=sum(row.runs for row in enough), **worst))
+                                          runs=sum(row.runs for row in enough), **worst))
         table_rows += enough if len(enough) > 1 else []
     return tuple(table_rows)
 
@@ -201,7 +201,7 @@ def held_out(costs: Mapping[Variant, Cost]) -> list[HeldOutPrediction]:
             errors = [abs(g - m) / m for g, m in zip(guessed, measured, strict=True)]
             covered = fmean(m <= high for m, high in zip(measured, cautious, strict=True))
             predictions.append(HeldOutPrediction(task, optimizer, _rank(guessed, measured), median(errors),
-                                 _rank(cautious, measured), covered))
+                                                 _rank(cautious, measured), covered))
     return predictions
 
 

@@ -178,7 +178,7 @@ class JobActions:
         expected = Rates(carried.up.bps, carried.down.bps) if carried else Rates(0.0, 0.0)
         last = context.terms.last_runs.load(groups.sites) if self._measured is None and self._begins else None
         nodes = known_links(context, self._links_s, limited, (len(steps_s) + 1) * step_s,
-                      last=last.link if last and not self._link else self._link)
+                            last=last.link if last and not self._link else self._link)
         link = raise_rates(probe_own_link(context, nodes, self._links_s, expected=expected), carried, self._fastest_down_bps())
         row = RankMeasurement(timing.forward_s + timing.backward_s, step_s, *link, context.terms.balanced,
                               limited=float(HOME.is_limited))

@@ -160,7 +160,7 @@ class Balancer:
         """Each worker's linear time model. A worker without measurements gets the median of the other workers' models."""
         known = [one.line for one in self._online if one.known]
         typical = LinearTime(statistics.median(line.slope_s for line in known),
-                       statistics.median(line.intercept_s for line in known)) if known else LinearTime(1.0)
+                             statistics.median(line.intercept_s for line in known)) if known else LinearTime(1.0)
         return [one.line if one.known else typical for one in self._online]
 
     def decide(self, step: int, measurements: Sequence[Measurement]) -> Decision | None:

@@ -181,7 +181,7 @@ class SamplerMembership:
         self.numbers = self._current = tuple(members)
 
     def update(self, step: int, members: Sequence[int], shares: Shares, batch: int, least: int,
-             lost_from: Callable[[int], int]) -> Announcement | None:
+               lost_from: Callable[[int], int]) -> Announcement | None:
         """Returns the announcement of shares for a membership change after `step`. Returns None if there is no change.
         `shares`: the shares planned for the step in which the change takes effect. `lost_from` maps a lost member's session
         number to the first step without that member."""

@@ -203,7 +203,7 @@ class Engine:
             for other in candidates[: CANDIDATES // 3]:
                 kept = random.random(len(best)) < 0.6
                 candidates.append(self._space.plain({name: best[name] if keep else other[name]
-                                                for keep, name in zip(kept, sorted(best), strict=True)}))
+                                                     for keep, name in zip(kept, sorted(best), strict=True)}))
         seen = {_key(settings) for settings in self._tried}
         return [settings for settings in candidates if _key(settings) not in seen]
 

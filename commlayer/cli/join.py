@@ -54,7 +54,7 @@ def join(
     full: Annotated[bool, typer.Option("--traceback", help="Print tracebacks of commlayer's errors.")] = False,
     wait: Annotated[float, typer.Option(help="Seconds to wait for the other homes.", min=0.0)] = 600.0,
     check: Annotated[bool, typer.Option(CHECK, help="Fetch the certificate, check this machine, its link and the script, "
-                                                        "and do not join.")] = False,
+                                        "and do not join.")] = False,
     when: When = "", pause_if_busy: IfBusy = False, max_gpu_power: Watts = 0, monthly: Monthly = "",
     upload_share: UploadShare = "",
 ) -> None:

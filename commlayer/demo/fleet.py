@@ -53,7 +53,7 @@ class Fleet:
     def __init__(self, settings: DemoSettings) -> None:
         self._settings = settings
         self.lines: dict[str, list[HomeLink]] = {run: [HomeLink(settings) for _ in range(settings.homes)]
-                                                   for run in (DDP, COMMLAYER)}
+                                                 for run in (DDP, COMMLAYER)}
         self.page = ""
         """Address of the job's page; "" without."""
         self._folder = tempfile.TemporaryDirectory(prefix="commlayer-demo-")

@@ -102,5 +102,5 @@ def summary(findings: Iterable[Finding]) -> str:
     counts = Counter(finding.verdict for finding in findings)
     warnings = f"{counts['warn']} warning{'s' if counts['warn'] > 1 else ''}" if counts["warn"] else ""
     parts = [f"{counts['fail']} failed" if counts["fail"] else "", *((warnings, f"{counts['ok']} ok") if counts["fail"] else
-                                                                    (f"{counts['ok']} ok", warnings))]
+                                                                     (f"{counts['ok']} ok", warnings))]
     return f"{'not usable' if counts['fail'] else 'usable'}: {', '.join(part for part in parts if part)}"

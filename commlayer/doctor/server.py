@@ -137,7 +137,7 @@ def check_tunnel(address: str, status: StatusReply, connect_s: float, round_trip
     accepts = f"{address} accepts them in {1e3 * connect_s:.3g} ms, and " if math.isfinite(connect_s) else ""
     return ok("tunnel",
               f"a program forwards connections to the server, which sees this machine as {_strip_port(status.caller)}; "
-                        f"{accepts}the server answers in {1e3 * round_trip_s:.3g} ms",
+              f"{accepts}the server answers in {1e3 * round_trip_s:.3g} ms",
               round_trip_s=round_trip_s, **({"connect_s": connect_s} if accepts else {}))
 
 

@@ -127,5 +127,5 @@ class Recorder:
     def events(self) -> list[TraceEvent]:
         """Returns the events of the present step, in order of their start."""
         events = [TraceEvent(op, bucket, start - self._begin, end - self._begin, nbytes)
-                 for op, bucket, start, end, nbytes in self._raw]
+                  for op, bucket, start, end, nbytes in self._raw]
         return sorted(events, key=attrgetter("start_s"))

@@ -181,7 +181,7 @@ class SparseAdamW(LazyOptimizer):
         assert table is not None
         numbers = self._step_numbers(group, self._number(p))
         core().adam_sparse(flat(p), state["exp_avg"].view(-1), state["exp_avg_sq"].view(-1), state["stamp"],
-                                     state["lazy_steps"] & 255, table, *entries, numbers)
+                           state["lazy_steps"] & 255, table, *entries, numbers)
         state["step"] += 1
 
     def _catch_up_range(self, p: torch.Tensor, low: int, high: int, table: torch.Tensor) -> None:

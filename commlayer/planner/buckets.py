@@ -84,7 +84,7 @@ def default_plan(
     collective = path == "allreduce"
     spread_nbytes = least_spread_nbytes(fine=forward or fragments > 1)
     groups = list(fuse(job, first_nbytes, fuse_nbytes, cut_nbytes, 1 if collective else servers, collective,
-                        MAX_BUCKET_NBYTES if matrices else 0, spread_nbytes))
+                       MAX_BUCKET_NBYTES if matrices else 0, spread_nbytes))
     # A bucket is ready when its last tensor is; buckets of buffers are ready when backward ends.
     groups.sort(key=lambda group: (is_buffer(job, group), -min(part.tensor for part in group)))
     sizes = [sum(s.numel for s in group) for group in groups]
@@ -281,7 +281,7 @@ def groups(job: Job, limit: BucketLimits) -> list[tuple[Slice, ...]]:
     """The slices of each bucket, in the order in which backward finishes them; buffers last."""
     unsorted = list(fuse(job, limit.fuse_nbytes, limit.fuse_nbytes, limit.cut_nbytes, 1, False, limit.matrix_nbytes))
     return sorted(unsorted, key=lambda group: (is_buffer(job, group), readiness(job, group), -min(s.tensor for s in group),
-                                           group[0].start))
+                                               group[0].start))
 
 
 def cut_slices(slices: Sequence[Slice], ends: Sequence[int]) -> list[tuple[Slice, ...]]:

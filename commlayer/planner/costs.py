@@ -452,7 +452,7 @@ class Excesses:
             return measured
         plain = excess(self._rows, codec, recipe._replace(codes="gradients", every=1, overlap="", late=False))
         return measured._replace(loss=loss + max(0.0, measured.loss - plain.loss),
-                              loss_high=loss + max(0.0, measured.loss_high - plain.loss_high))
+                                 loss_high=loss + max(0.0, measured.loss_high - plain.loss_high))
 
 
 def recipe_from_plan(plan: Plan, question: Question) -> Recipe:

@@ -70,9 +70,9 @@ def _parsed_op(word: str, text: str) -> Op:
     scope, _, name = word.partition(".")
     if scope not in get_args(Scope) or name not in COLLECTIVES + SERVICE or (name in SERVICE and scope != "net"):
         raise InvalidInput("E-PLAN-PATH",
-            f"path {text!r}: {word!r} is not an operation, allowed: encode@DEVICE, decode@DEVICE, "
-            f"(all|node|net).({'|'.join(COLLECTIVES)}), "
-            f"net.({'|'.join(SERVICE)}); or the whole path as {' or '.join(ALIASES)}"
+                           f"path {text!r}: {word!r} is not an operation, allowed: encode@DEVICE, decode@DEVICE, "
+                           f"(all|node|net).({'|'.join(COLLECTIVES)}), "
+                           f"net.({'|'.join(SERVICE)}); or the whole path as {' or '.join(ALIASES)}"
         )
     return Op(name, scope)
 

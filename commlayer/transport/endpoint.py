@@ -288,7 +288,7 @@ class StreamTransport:
             if not self._lock.wait_for(lambda: hello.rank not in self._taken, FORMER_END_S):
                 return RetryLater(append_code("E-RANK",
                                               f"{who} is already connected: give each process its own rank, or end the old "
-                                                  "process"))
+                                              "process"))
             self._taken.add(hello.rank)
             self._failed.pop(hello.rank, None)  # done before the welcome, after which the dialer counts as connected
         return ""
@@ -313,7 +313,7 @@ class StreamTransport:
             revoked = keys.revoked()
             with self._lock:
                 ending = [(c, c.certified.name) for c in self._connections.values()
-                        if c.certified and c.certified.serial in revoked]
+                          if c.certified and c.certified.serial in revoked]
             for connection, name in ending:
                 reason = Refused(f"its certificate ({name}) was revoked", peer=peer_name(connection.peer),
                                  code="E-CERTIFICATE-REVOKED")

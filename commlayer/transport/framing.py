@@ -77,7 +77,7 @@ def decode(data: memoryview, max_nbytes: int, *, begun: bool = False) -> tuple[H
     if version != VERSION:
         raise CorruptFrame(f"got frame version {version}, but this process uses version {VERSION}: install the same commlayer "
                            "version on all machines",
-                               code="E-VERSION")
+                           code="E-VERSION")
     if kind not in _KINDS:
         raise CorruptFrame(f"got unknown frame kind {kind}, allowed {min(_KINDS)} to {max(_KINDS)}")
     if flags & ~Flag.ALL or reserved or part >= parts:

@@ -108,8 +108,8 @@ def same_job(mine: Hello) -> Admit:
         if theirs.protocol != mine.protocol:
             return append_code("E-VERSION",
                                f"uses protocol {theirs.protocol} (commlayer {short_line(theirs.version, 64) or '?'}), "
-                                      f"but this process uses {mine.protocol} (commlayer {mine.version or '?'}): install the "
-                                      "same version on all machines")
+                               f"but this process uses {mine.protocol} (commlayer {mine.version or '?'}): install the "
+                               "same version on all machines")
         if theirs.job != mine.job:
             return append_code("E-RANKS-DIFFER", "belongs to another job: start all processes with the same model and job id")
         if theirs.plan and mine.plan and theirs.plan != mine.plan:

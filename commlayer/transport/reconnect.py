@@ -192,7 +192,7 @@ class ReconnectingTransport:
                 count, nbytes = self._replay(peer, link)
                 if self._finish_reconnect(link):
                     self._warn("%s: reconnected after %.1f s; %d requests (%d bytes) were sent again", peer_name(peer),
-                              time.monotonic() - begin, count, nbytes)
+                               time.monotonic() - begin, count, nbytes)
                     return
 
     def _is_wanted(self, link: _Link) -> bool:

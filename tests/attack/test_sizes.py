@@ -182,7 +182,7 @@ def test_checkpoint_header_with_an_impossible_number_of_workers_is_refused(tmp_p
         assert "E-CHECKPOINT" in checkpoint_files.find_checkpoints(tmp_path)[0].fault
         encoded = msgspec.json.encode([checkpoint_files.SaveOnDisk(1, mark=one)])
         assert_refused(outcome(lambda data=encoded: collectives.decode_json(data, list[checkpoint_files.SaveOnDisk], "a list",
-                                                                             "rank 0")), "E-FRAME", "rank 0", field)
+                                                                            "rank 0")), "E-FRAME", "rank 0", field)
     assert checkpoint_files.own_files(3, 10**12, 10**12) == ["rank-3", "server-3"]
 
 

@@ -189,7 +189,7 @@ def dialler() -> Target:
 
     def read(data: bytes, _: random.Random) -> None:
         handshake.dial_handshake(Canned(data), Reader(handshake.MAX_NBYTES), Hello("job", 1), SECRET, SERVER_BASE,
-                        time.monotonic() + 60.0)
+                                 time.monotonic() + 60.0)
 
     return Target("dialler's greeting", examples, read, GREETED, frames=True)
 

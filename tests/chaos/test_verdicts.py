@@ -171,7 +171,7 @@ def left(**changes: Any) -> Evidence:
         began[0][n], steps[0][n] = began[0][n]._replace(samples=more), steps[0][n]._replace(samples=more)
     ended: list[Ended | None] = [Ended(STEPS, STEPS), Ended(STEPS, STEPS), None]
     result = evidence(stepped=steps, ended=ended, off=math.nan, contributions=None, began=began,
-                    replayed=[f"digest {n}" for n in range(STEPS)])
+                      replayed=[f"digest {n}" for n in range(STEPS)])
     return result._replace(**changes)
 
 

@@ -190,7 +190,7 @@ def test_call_of_a_newer_version_is_refused_for_its_version(opened: Opened) -> N
     channel = opened.add(coordinator_channel.CoordinatorChannel(coordinator.address))
     mine = msgspec.structs.asdict(messages.worker_request("job", 0, 1))
     for lines, line in (({"version": "9.9"}, "commlayer 9.9, but this process .*E-VERSION"),
-                       ({}, "Join .*`more`.*E-FRAME")):
+                        ({}, "Join .*`more`.*E-FRAME")):
         with pytest.raises(Refused, match=line):
             channel.call("Join", NewerJoin(**mine | lines), messages.JoinReply, WAIT_S)
     assert not coordinator.state.registrations

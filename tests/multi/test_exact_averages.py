@@ -160,7 +160,7 @@ def test_changed_buffer_becomes_the_weighted_mean_on_all_ranks() -> None:
 def halves(plan: Plan) -> Plan:
     """The same with every slice in two buckets."""
     layout = [structs.replace(b, slices=(Slice(s.tensor, low, high),), shape=()) for b in plan.buckets for s in b.slices
-            for low, high in pairwise(sorted({s.start, (s.start + s.stop) // 2, s.stop}))]
+              for low, high in pairwise(sorted({s.start, (s.start + s.stop) // 2, s.stop}))]
     return structs.replace(plan, buckets=tuple(structs.replace(b, id=i) for i, b in enumerate(layout)))
 
 

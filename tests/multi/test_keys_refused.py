@@ -216,7 +216,7 @@ def greeted(where: tuple[str, int], keys: Keys, channel: bytes | None = None) ->
     sock.handshake(soon())
     try:
         handshake.dial_handshake(sock, Reader(), Hello("job", 1), SECRET, SERVER_BASE, soon(),
-                        sock.channel if channel is None else channel)
+                                 sock.channel if channel is None else channel)
     except BaseException:
         sock.close()
         raise
@@ -350,7 +350,7 @@ def test_replaced_certificate_is_used_after_the_next_start(ca: Path) -> None:
     other = Keys(ca / "gpu-2")
     assert Keys(ca / "gpu-1").own != keys.own
     local, present = (tls.TlsSocket(sock, k, tls.DATA, server=side)
-                   for sock, k, side in zip(socket.socketpair(), (keys, other), (False, True), strict=True))
+                      for sock, k, side in zip(socket.socketpair(), (keys, other), (False, True), strict=True))
 
     def refuse() -> None:
         with pytest.raises(Refused):

@@ -72,7 +72,7 @@ IMPURE = {"torch", "threading", "time", "datetime", "random", "os", "socket", "s
 KNOW_PATHS = {"bucket_assembler", "exchange", "worker"}
 """Modules of engine/ outside of paths/ that import a path."""
 TORCHLESS = {"codec_spec", "errors", "files", "records", "native", "config", "plan_file", "loss_budget",
-              "planner", "balance", "observe", ""}
+             "planner", "balance", "observe", ""}
 LATE = {"importlib.import_module", "import_module", "__import__"}
 
 

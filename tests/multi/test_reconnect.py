@@ -273,7 +273,7 @@ def test_changed_weights_are_not_sent_twice() -> None:
 @pytest.mark.parametrize("which", ["some", "all"])
 def test_stale_results_are_equal_after_cuts(which: str) -> None:
     layout = default_plan(job(), codec="topk(ratio=0.1)", path="service", servers=2, ranks_per_node=1, fuse_nbytes=2048,
-                        cut_nbytes=4096)
+                          cut_nbytes=4096)
     late = tuple(msgspec.structs.replace(b, stale=which == "all" or b.id % 3 == 1) for b in layout.buckets)
     same_when_cut("", 2, plan=msgspec.structs.replace(layout, buckets=late))
 

@@ -651,7 +651,7 @@ def test_streams_return_to_the_same_port_after_a_restart(tmp_path: Path) -> None
         serving = DataServer("127.0.0.1", 0, quick(carrier="auto", journal=str(tmp_path)))
         layout = plan("int8()")
         epoch = Epoch(1, tuple(Member(rank, rank, "host") for rank in range(WORLD)), (ServerInfo(0, serving.address),),
-                    messages.hash_plan_bytes(records.encode(layout)))
+                      messages.hash_plan_bytes(records.encode(layout)))
         results.append((serving.address, serving.streams))
         serving.start(epoch, records.encode(layout), 0)
         serving.close(over=False)

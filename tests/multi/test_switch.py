@@ -51,7 +51,7 @@ def plan(model: nn.Module, kind: str) -> Plan:
     path = "encode@cpu all.allgather decode@cpu" if "staged" in kind else "allreduce" if "dense" in kind else "service"
     codec = "identity()" if "dense" in kind else "topk(ratio=0.1)" if "topk" in kind else "int8(block=32)"
     layout = plan_of(model, codec, path, servers=SERVERS, nbytes=(2048, 4096) if "small" in kind else (1 << 20, 1 << 20),
-                   bucket={"down": "identity()"} if path == "service" else {})
+                     bucket={"down": "identity()"} if path == "service" else {})
     return structs.replace(layout, servers=SERVERS)
 
 

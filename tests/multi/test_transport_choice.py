@@ -154,7 +154,7 @@ def test_grpc_is_used_if_tcp_is_blocked(
     caplog.set_level(logging.INFO, "commlayer")
     server = Server(opened)
     present = {"closed": closed_port, "web": lambda: opened.enter_context(answering(web_server)),
-             "swallow": lambda: opened.enter_context(answering(swallow))}[how]()
+               "swallow": lambda: opened.enter_context(answering(swallow))}[how]()
     up = server.worker(data=present)
     assert channel(up) == "GrpcStream"
     (line,) = said(caplog)

@@ -115,7 +115,7 @@ def numbered(seed: int) -> TrainingTask:
         return (float(n % 3) for n in itertools.count(rank, world))
 
     return TrainingTask(model, lambda model: torch.optim.SGD(model.parameters(), 1e-2), batches, loss,
-                lambda model: float(model.weight.detach()))
+                        lambda model: float(model.weight.detach()))
 
 
 @pytest.mark.parametrize("fields", [{}, {"every": 4}], ids=["averaged", "local"])

@@ -333,7 +333,7 @@ SKIPS = {"skips", "skipped_after_a_switch"}
 LEFT_OUT = {name: SKIPS | {"aborted_passes"} | WEIGHTS for name in LOCAL} | {"forward": SKIPS}
 """If one rank skips or aborts, the others' steps count; an outer step has one weight for all of its steps."""
 LEFT_OUT["delayed"] = SKIPS | {"probe", "probe_with_zeros", "stepped_with_zeros", "step_without_clearing", "there_and_back",
-                       "discarded_at_other_weights", "aborted_passes", "saved_and_loaded"}
+                               "discarded_at_other_weights", "aborted_passes", "saved_and_loaded"}
 """What a pass is put in for comes a step later: each pass is for some step."""
 LEFT_OUT["overlapped"] = SKIPS | {"there_and_back", "aborted_passes"} | WEIGHTS
 """A plan of single steps does not divide into turns."""

@@ -88,7 +88,7 @@ def train(rank: int, parts: list[int], plan: str, config: dict[str, Any] | None,
         if session is not None:
             assert distributed_job(session).uplink is not None
             report |= {"servers": [s.node for s in distributed_job(session).uplink.epoch.servers],
-                     "decisions": session.inspect.decisions(), "children": len(distributed_job(session).embedded)}
+                       "decisions": session.inspect.decisions(), "children": len(distributed_job(session).embedded)}
         return report
     finally:
         if session is not None:

@@ -54,7 +54,7 @@ def impatient(state: State, now: float, dead_after_s: float, patience_s: float, 
 
 def hasty(state: State, token: str, report: Any) -> State:
     return state if report is None else membership.evict(state, [t for t, p in state.registrations.items() if p.rank == 0],
-                                                       "it hangs")
+                                                         "it hangs")
 
 
 def mute(state: State, *arguments: Any) -> Any:

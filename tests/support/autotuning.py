@@ -63,7 +63,7 @@ def candidate(
     """That plan, at prices by which the active plan takes `current_s`. `local`, `plain`: its alternatives, with local steps and
     without compression."""
     result = Candidate(basis_of(plan), plan, START, current_s, 0.9 * current_s, (0.3, 0.1), (0.6, 0.1), steps, current_steps,
-                      alone_s=alone_s, hint=hint)
+                       alone_s=alone_s, hint=hint)
     others = [result._replace(basis=basis_of(each), runnable=each, steps=1.0, leaves="" if each is plain else LEAVING)
               for each in (local, plain) if each is not None]
     return result._replace(alternatives=tuple(others))

@@ -354,7 +354,7 @@ def with_trl(job: Training) -> None:
     job.model.register_forward_pre_hook(job.before_pass)
     tokens = torch.randint(2, 32, (4 * job.part.world * STEPS, 8), generator=torch.Generator().manual_seed(1)).tolist()
     arguments = trl.SFTConfig(str(job.folder), max_steps=MOST, per_device_train_batch_size=4, report_to=[], disable_tqdm=True,
-                          use_cpu=True, save_strategy="no", dataloader_pin_memory=False)
+                              use_cpu=True, save_strategy="no", dataloader_pin_memory=False)
     trainer = trl.SFTTrainer(job.model, args=arguments, processing_class=tokenizer,
                              train_dataset=datasets.Dataset.from_dict({"input_ids": tokens}))
     run(trainer, job)

@@ -97,5 +97,5 @@ def preload() -> str:
     """LD_PRELOAD value with which a Python without sanitizers can load the module."""
     assert GCC is not None
     results = [subprocess.run([GCC, f"-print-file-name={name}"], capture_output=True, text=True, check=True).stdout.strip()
-             for name in ("libasan.so", "libubsan.so")]
+               for name in ("libasan.so", "libubsan.so")]
     return " ".join(results)

@@ -160,7 +160,7 @@ def shard(model: nn.Module, how: str) -> None:
 
 def optimizer_of(parameters: Iterable[nn.Parameter], momentum: bool, adam: bool = False) -> tuple[torch.optim.Optimizer, Any]:
     optimizer = torch.optim.AdamW(parameters, lr=0.01) if adam else torch.optim.SGD(parameters, lr=1.0,
-                                                                                  momentum=MOMENTUM * momentum)
+                                                                                    momentum=MOMENTUM * momentum)
     return optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, DECAY if momentum else 1.0)
 
 

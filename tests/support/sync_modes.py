@@ -36,7 +36,7 @@ LOCAL = {name for name, fields in MODES.items() if "local_steps" in fields or "c
 def plan(job: Job, mode: str, codec: str = "identity()", per_node: int = 1, servers: int = 1, **changes: Any) -> Plan:
     """Results come down whole, so that only workers have residuals."""
     layout = default_plan(job, codec=codec, path="service", servers=servers, ranks_per_node=per_node, fuse_nbytes=2048,
-                        cut_nbytes=4096)
+                          cut_nbytes=4096)
     late = [mode == "late" and not job.tensors[b.slices[0].tensor].buffer for b in layout.buckets]
     buckets = tuple(structs.replace(b, down="identity()", stale=stale) for b, stale in zip(layout.buckets, late, strict=True))
     return structs.replace(layout, buckets=buckets, **MODES[mode] | changes)

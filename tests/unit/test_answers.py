@@ -400,7 +400,7 @@ def test_alerts_that_come_soon_are_sent_together(webhook: Webhook) -> None:
 
 
 def test_receiver_that_hangs_or_fails_is_reported_without_its_address(monkeypatch: pytest.MonkeyPatch,
-                                                                     caplog: pytest.LogCaptureFixture) -> None:
+                                                                      caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(alerts, "SEND_S", 0.3)
     with closing(Webhook(hangs=True)) as hook:
         told = Alerts([parse_receiver(hook.url), parse_receiver("false"), parse_receiver("sleep 60")])

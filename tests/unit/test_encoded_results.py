@@ -157,7 +157,7 @@ PAGE = 4096
 
 def coded() -> EncodedBucket:
     bucket = EncodedBucket(Bucket(0, (Slice(0, 0, NUMEL),), "service", codec="int4()"), job([(NUMEL,)]), wrap(parse("int4()")),
-                        torch.device("cpu"), 0)
+                           torch.device("cpu"), 0)
     bucket.keep_encoded(lambda _: None)
     return bucket
 
@@ -181,7 +181,7 @@ class Failing:
     """A worker whose servers do not answer."""
 
     fragments = ((EncodedBucket(Bucket(0, (Slice(0, 0, 12),), "service", codec="int4()"), job([(12,)]), wrap(parse("int4()")),
-                           torch.device("cpu"), 0),),)
+                                torch.device("cpu"), 0),),)
     units = Units(1)
 
     def send(self, *_: object) -> None: ...

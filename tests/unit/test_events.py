@@ -226,8 +226,8 @@ def step(rank: int, number: int, at: float, **fields: Any) -> StepEvent:
 
 def test_totals_add_up_over_steps() -> None:
     view = epoch_of(JOB, ANNA, step(0, 1, 101.0, step_s=0.0, compute_s=0.0, exposed_s=0.0),
-                   step(0, 11, 102.0, steps=10, sent_bytes=50, dense_bytes=400, samples=80.0),
-                   step(0, 21, 103.0, steps=10, sent_bytes=50, dense_bytes=400, samples=80.0))
+                    step(0, 11, 102.0, steps=10, sent_bytes=50, dense_bytes=400, samples=80.0),
+                    step(0, 21, 103.0, steps=10, sent_bytes=50, dense_bytes=400, samples=80.0))
     totals = view.workers[0].totals
     assert (totals.steps, totals.sent_bytes, totals.samples) == (21, 100, 160.0)
     assert totals.step_s == pytest.approx(2.0)
@@ -293,9 +293,9 @@ def test_job_ends_when_all_members_left_and_the_next_run_starts_fresh() -> None:
 
 def test_each_plan_after_the_start_counts_as_one_change() -> None:
     view = epoch_of(JOB, PlanEvent(time=101.0, rank=0, digest="a"),
-                   PlanEvent(time=110.0, rank=0, digest="b", reason="automatic"),
-                   PlanEvent(time=110.0, rank=0, digest="b", reason="automatic"),
-                   PlanEvent(time=120.0, rank=0, digest="a", reason="rollback"))
+                    PlanEvent(time=110.0, rank=0, digest="b", reason="automatic"),
+                    PlanEvent(time=110.0, rank=0, digest="b", reason="automatic"),
+                    PlanEvent(time=120.0, rank=0, digest="a", reason="rollback"))
     assert (view.plan.digest, dict(view.plan_changes)) == ("a", {"automatic": 1, "rollback": 1})
 
 
@@ -324,7 +324,7 @@ def test_losses_are_averaged_over_reporting_ranks() -> None:
 def test_rejoining_site_reuses_the_row_of_its_former_worker() -> None:
     again = MemberEvent(time=130.0, member="worker 2", name="ben")
     view = epoch_of(JOB, ANNA, BEN, step(1, 10, 101.0, steps=10, sent_bytes=50),
-                   MemberEvent(time=120.0, member="worker 1", state="dead", reason="killed"))
+                    MemberEvent(time=120.0, member="worker 1", state="dead", reason="killed"))
     assert [(row.number, row.state) for row in view.rows] == [(0, "joined"), (1, "dead")]
     for event in (again, step(2, 30, 131.0, steps=5, sent_bytes=20), again):
         view.apply(event)

@@ -38,7 +38,7 @@ NUMEL = sum(math.prod(shape) for shape in SHAPES)
 
 def plan(codec: str = "topk(0.02)", down: str = "", **fields: Any) -> Plan:
     result = default_plan(kit.job(SHAPES), codec=codec, path="service", servers=1, ranks_per_node=1, fuse_nbytes=4,
-                        cut_nbytes=1 << 20)
+                          cut_nbytes=1 << 20)
     return replace(result, buckets=tuple(replace(b, down=down) for b in result.buckets), **fields)
 
 

@@ -220,7 +220,7 @@ def test_shipped_table_is_monotone(codec: str, numel: int) -> None:
 def assert_monotone(rows: tuple[LearningRow, ...], codec: str, recipe: Recipe) -> None:
     """From each point to the next more compressed one in either direction."""
     results = {(r, every): excess(rows, codec.format(r), recipe._replace(every=every))
-             for r in SPARSE_RATIOS for every in STEPS_APART}
+               for r in SPARSE_RATIOS for every in STEPS_APART}
     for (r, every), hard in results.items():
         easier = [*[results[e, every] for e in SPARSE_RATIOS if e > r][-1:],
                   *[results[r, e] for e in STEPS_APART if e < every][-1:]]
@@ -397,7 +397,7 @@ def test_rows_measured_on_the_users_task_are_used_for_plans(
     assert result.provenance.runs == 7
     assert f"6 rows in {out}" in output
     code, output, errors = told(["plan", "create", "lstm", "--nodes", "4xrtx3060@20/20Mb", "--learning", str(out), "--out",
-                               str(plan)], monkeypatch, capsys)
+                                 str(plan)], monkeypatch, capsys)
     assert (code, errors) == (0, "")
     assert read_plan_inputs(plan).learning == result.rows, "explain, whatif and diff go by them, too"
     assert "x steps: from one seed of your own task" in output

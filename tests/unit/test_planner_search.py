@@ -261,7 +261,7 @@ def drawn_cluster(rng: random.Random) -> Cluster:
     nodes, ranks = rng.randint(1, 3), rng.randint(1, 3)
     links = [rng.choice(("home-100/20", "fiber-1000", "10g", "100g", "100m")) for _ in range(nodes)]
     result = tuple(machines.node(f"n{i}", device, link, ranks=ranks, server=i == 0 or rng.random() < 0.5)
-                 for i, link in enumerate(links))
+                   for i, link in enumerate(links))
     if rng.random() < 0.2:
         result = (*result, Node("spare", 0, "cpu", machines.link("10g")))
     return Cluster(result, rng.random() < 0.6)

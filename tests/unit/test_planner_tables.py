@@ -181,7 +181,7 @@ def test_invalid_cluster_is_one_line(text: str, message: str) -> None:
 
 
 @pytest.mark.parametrize(("text", "up", "down"), [("100/20Mb", 20e6, 100e6), ("1Gb", 1e9, 1e9), ("2.5Gb", 2.5e9, 2.5e9),
-                                                   ("10g", 10e9, 10e9), ("home-50/5", 5e6, 50e6)])
+                                                  ("10g", 10e9, 10e9), ("home-50/5", 5e6, 50e6)])
 def test_link_shorthand(text: str, up: float, down: float) -> None:
     (node,) = parse_nodes(f"cpu@{text}")
     assert (node.link.up_bps, node.link.down_bps) == (up, down)

@@ -160,7 +160,7 @@ JOB = Job((TensorInfo("a", (50, 33)), TensorInfo("b", (7,)), TensorInfo("c", (1,
 
 def plan(path: str, ranks_per_node: int, codec: str = "topk(ratio=0.01)") -> Plan:
     result = default_plan(JOB, codec=codec, path="service", servers=1, ranks_per_node=ranks_per_node,
-                        fuse_nbytes=1 << 13, cut_nbytes=1 << 13)
+                          fuse_nbytes=1 << 13, cut_nbytes=1 << 13)
     return msgspec.structs.replace(result, buckets=tuple(msgspec.structs.replace(b, path=path) for b in result.buckets))
 
 

@@ -281,7 +281,7 @@ def predict_uncompressed(best: Candidate, *, apart: bool = False) -> Candidate |
         return None
     plain = _convert_to_updates(plain, inputs) if apart else structs.replace(plain, step_s=step_seconds(plain, inputs))
     return best._replace(basis=best.basis._replace(plan=plain), runnable=plain, price=predict_price(plain, inputs),
-                          steps=estimate_factor(plain, inputs), leaves="")
+                         steps=estimate_factor(plain, inputs), leaves="")
 
 
 def all_reduce_plan(job: Job, before: Plan) -> Plan:

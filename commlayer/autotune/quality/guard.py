@@ -105,7 +105,7 @@ class QualityGuard:
             self._trend = self._trend.add(float(self._losses.popleft()))
         took_s = time.perf_counter() - begin_s
         self.error = GradientError(self._sent, summed, self._trend.measure_rise(), held_s + self._prepared_s + took_s,
-                                    time.perf_counter() - self._begin_s)
+                                   time.perf_counter() - self._begin_s)
         worker.counters.guard_s += took_s
 
     def schedule(self, step: int) -> None:

@@ -414,7 +414,7 @@ def find_incompatibility(registration: Join, version: str) -> str:
     known."""
     if registration.protocol != PROTOCOL:
         return append_code("E-VERSION", f"uses control protocol {registration.protocol}, but the coordinator uses {PROTOCOL}: "
-                                  "install the same commlayer version everywhere")
+                           "install the same commlayer version everywhere")
     if version and registration.version != version:
         return append_code("E-VERSION",
                            f"runs commlayer {registration.version}, but the job runs {version}: install the same version "

@@ -35,7 +35,7 @@ def sanitize(request: R) -> R:
             changed[field] = line
     if isinstance(request, Join) and request.must_match:
         changed["must_match"] = {short_line(name, REASON_CHARS): short_line(value, REASON_CHARS)
-                            for name, value in request.must_match.items()}
+                                 for name, value in request.must_match.items()}
     if isinstance(request, Heartbeat) and request.dropped:
         changed["dropped"] = tuple(msgspec.structs.replace(gone, reason=short_line(gone.reason, REASON_CHARS))
                                    for gone in request.dropped)

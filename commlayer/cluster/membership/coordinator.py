@@ -271,7 +271,7 @@ class Coordinator:
             if not self._embedded and not is_registered and (why := membership.failure(self._state)):
                 if request.kind == "worker" and request.rank >= self._state.workers > 0:  # it was to join the job that ended
                     return messages.JoinReply(append_code("E-JOB-ENDED", f"the job ended before this home joined "
-                                                                   f"({without_code(why)})"))
+                                                          f"({without_code(why)})"))
                 return messages.JoinReply(missing=(f"the previous job has ended ({without_code(why)}); the coordinator is "
                                                    "starting the next one"))
             late = self._state.epoch is not None and not is_registered and request.kind == "worker"

@@ -245,7 +245,7 @@ def inelastic_workers(state: State) -> list[str]:
     """Returns the names of the epoch's workers that cannot continue after other workers leave."""
     workers = _workers(state)
     return [] if state.epoch is None else [workers[m.rank].peer for m in state.epoch.members
-                                          if not workers[m.rank].join.elastic]
+                                           if not workers[m.rank].join.elastic]
 
 
 def settled_generation(state: State) -> int:

@@ -153,7 +153,7 @@ def heartbeat(state: State, token: str, now: float, report: Heartbeat | None = N
     if place.present and parent == "ended" and state.epoch is not None:
         place = msgspec.structs.replace(place,
                                         dead=f"{_describe_silence(state, place, now)}; its machine reports that it has ended",
-                                         silent=True)
+                                        silent=True)
         state = _with_registration(state, place)
     elif place.present and not parent:
         place = msgspec.structs.replace(place, seen_s=now)
@@ -373,8 +373,8 @@ def _problem(state: State, request: Join) -> str:
                            "members")
     if request.kind == "server" and request.dials_only:
         return append_code("E-CERTIFICATE-USE", f"{request.certificate} was made with --dials-only, so it may not be used by a "
-                                          "server: use another node's keys, or replace them with `commlayer keys add "
-                                          f"{request.certificate} --again`")
+                           "server: use another node's keys, or replace them with `commlayer keys add "
+                           f"{request.certificate} --again`")
     total = state.servers
     if request.kind == "worker":
         total = state.workers or request.world
@@ -384,11 +384,11 @@ def _problem(state: State, request: Join) -> str:
         if total > state.limit > 0:
             return append_code("E-WORKERS",
                                f"expects {total} workers, allowed: at most {state.limit}: start the coordinator with a "
-                                      "larger --workers")
+                               "larger --workers")
         if request.world not in (0, total):
             return append_code("E-WORKERS",
                                f"expects {request.world} workers, but the job has {total}: start all with the same "
-                                      "world size, or with `commlayer join` on machines that accept no connections")
+                               "world size, or with `commlayer join` on machines that accept no connections")
     if not 0 <= total <= SERVER_BASE:
         return append_code("E-WORKERS", f"the job has {total} {request.kind}s, allowed: 1 to {SERVER_BASE}")
     if request.rank != ANY and not 0 <= request.rank < total:
@@ -413,11 +413,11 @@ def find_conflict(request: Join, place: Registration) -> str:
             f" ({request.gradients} trained tensors here, {other.gradients} there)"
         return append_code("E-RANKS-DIFFER",
                            f"trains a different model than {place.peer} on {other.label}{counts}: names, shapes "
-                                       "and order of the parameters must be equal")
+                           "and order of the parameters must be equal")
     if request.plan_digest and other.plan_digest and request.plan_digest != other.plan_digest:
         return append_code("E-RANKS-DIFFER",
                            f"has a different plan than {place.peer} on {other.label}: give all workers the same "
-                                       "plan")
+                           "plan")
     return ""
 
 
@@ -432,7 +432,7 @@ def _start_first_epoch(state: State) -> State:
     first = workers[0].join
     run = hash_plan_bytes("".join(sorted(state.registrations)).encode())  # tokens are random, so no two runs are equal
     epoch = Epoch(1, members, servers, hash_plan_bytes(first.plan), gradients=first.gradients, tensors=first.tensors,
-                elements=first.elements, run=run)
+                  elements=first.elements, run=run)
     places = {t: msgspec.structs.replace(p, join=msgspec.structs.replace(p.join, plan=b"")) for t,
               p in state.registrations.items()}
     return msgspec.structs.replace(state, epoch=epoch, plan=first.plan, registrations=places)

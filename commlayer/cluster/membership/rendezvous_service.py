@@ -167,7 +167,7 @@ class RendezvousService:
             what = "add to" if adds else "change"
             problem = append_code("E-OWNER",
                                   f"home {site.request.label} may not {what} {short_line(name, 80)!r} at the coordinator: "
-                                       f"{why}; use another key for each writer")
+                                  f"{why}; use another key for each writer")
             self._refusals.denied(problem)
             return problem
         return ""

@@ -257,7 +257,7 @@ def _problem(state: Sites, request: Join, admission: AdmissionState) -> str:
         return ""
     return append_code("E-RANK",
                        f"requests --node-rank {request.rank}, which {other.request.label} already has: use a different "
-                           "--node-rank for each home")
+                       "--node-rank for each home")
 
 
 def _late(state: Sites, request: Join, admission: AdmissionState) -> str:
@@ -269,7 +269,7 @@ def _late(state: Sites, request: Join, admission: AdmissionState) -> str:
     if state.workers + state.numbers + request.world > SERVER_BASE:
         return append_code("E-JOB-FULL",
                            "the job has used up all rank numbers, since too many workers have joined and left: start "
-                                   "a new job")
+                           "a new job")
     return ""
 
 
@@ -278,7 +278,7 @@ def too_many(workers: int, limit: int, admission: AdmissionState) -> str:
     left = limit - admission.size
     return "" if workers <= left else append_code("E-WORKERS",
                                                   f"has {workers} workers, but only {left} of the job's {limit} are "
-                                                         "missing: start this home with fewer")
+                                                  "missing: start this home with fewer")
 
 
 def closed_reason(state: Sites, admission: AdmissionState) -> str:

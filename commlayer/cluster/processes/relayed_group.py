@@ -181,7 +181,7 @@ class RelayedGroup(_ProcessGroup):  # type: ignore[misc]
         x, root = _one(outputs), int(getattr(opts, "rootRank", 0))
         stacked = torch.stack(inputs[0]) if inputs else x.new_empty(self.size(), *x.shape)
         return self._start_collective("scatter", [x], lambda rows: [_read(self._require_row(rows, root), stacked)[self._mine]],
-                            stacked, only=root)
+                                      stacked, only=root)
 
     def barrier(self, opts: Any = None) -> RelayWork:
         """Ends at once while this group is paused, because the other ranks have passed the barrier already."""

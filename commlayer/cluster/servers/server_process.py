@@ -323,7 +323,7 @@ def _launch_command(config: Config, control: str) -> str:
 
 
 def _on_silence(serving: DataServer, config: Config, control: str, end: threading.Event, stopped: threading.Event,
-            silent_s: float) -> None:
+                silent_s: float) -> None:
     """Called while the coordinator does not answer, so no message can end the job. After the reconnect window, in which a
     restarted coordinator could ask how the job has ended, ends the server if no worker is left."""
     if end.is_set() or silent_s < reconnect_window_s(config):

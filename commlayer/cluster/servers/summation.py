@@ -266,11 +266,11 @@ class Summation:
             raise corrupt_frame(message, "its sender is not a member of this bucket's sum")
         if h.round >= ops.rounds or h.parts != 1 or h.part != 0:
             raise corrupt_frame(message, f"got round {h.round}, part {h.part} of {h.parts}; this bucket has rounds 0 to "
-                                   f"{ops.rounds - 1} and no parts")
+                                f"{ops.rounds - 1} and no parts")
         if h.codec != ops.codec or not 0.0 <= h.weight < float("inf") or not 0.0 <= h.total < float("inf"):
             raise corrupt_frame(message,
                                 f"got codec {h.codec}, weight {h.weight} and total weight {h.total}; the codec must be "
-                                   f"{ops.codec}, and weights finite and not negative")
+                                f"{ops.codec}, and weights finite and not negative")
         if bool(h.flags & Flag.MEAN) != ops.means and not h.flags & Flag.ABANDON:
             verb, kind = ("lacks", "a mean of buffers") if ops.means else ("has", "a sum of gradients")
             raise corrupt_frame(message, f"{verb} flag MEAN, but this bucket is {kind}")
@@ -297,7 +297,7 @@ class Summation:
             state = f"round {cell.sum.round} of step {cell.sum.step} is expected" if begun else "no step has begun"
         # Members differ in their step when one has restored another checkpoint.
         raise corrupt_frame(message, f"contribution is out of order: it is for round {h.round} of step {h.step}, "
-                               f"but {state}", "E-STEPS-DIFFER")
+                            f"but {state}", "E-STEPS-DIFFER")
 
     def _catch_up(self, cell: BucketSum, h: Header) -> None:
         """Handles the first contribution after a restart, which shows whether the journal contains every reply that was
@@ -348,12 +348,12 @@ class Summation:
             if h.joined != cell.joined:
                 raise corrupt_frame(message,
                                     f"counts {h.joined} workers that have joined, but other members of this step count "
-                                       f"{cell.joined}", "E-STEPS-DIFFER")
+                                    f"{cell.joined}", "E-STEPS-DIFFER")
             if not first and h.undone != current.undone:
                 raise corrupt_frame(message, f"{_applied(h.undone)} of the previous step, but {peer_name(current.handled[0])} "
-                                       f"{_applied(current.undone)}: all workers must call step(), skip steps and clear "
-                                       "gradients at the same steps",
-                              "E-STEPS-DIFFER")
+                                    f"{_applied(current.undone)}: all workers must call step(), skip steps and clear "
+                                    "gradients at the same steps",
+                                    "E-STEPS-DIFFER")
             if first and r == 0:
                 if h.undone:
                     cell.undo(h.undone)  # before `_add`, which overwrites that step's sum
@@ -523,7 +523,7 @@ class Summation:
         if cell.sum.open:
             raise corrupt_frame(message,
                                 f"sent {Kind(message.header.kind).name} while step {cell.sum.step} is being summed; it is "
-                                   "allowed only between steps")
+                                "allowed only between steps")
 
 
 def _follower_reply(worker: int, header: Header, body: memoryview) -> Reply:

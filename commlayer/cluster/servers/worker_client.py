@@ -175,8 +175,8 @@ class WorkerClient:
         over = [s for s in near if f"server {s.id}" in self._carrier.disconnected_peers() and not s.restartable]
         if near and (self.embedded or over or silent_s >= reconnect_window_s(self._config)):
             self._on_death(PeerLost(f"no heartbeat for {silent_s:.1f} s from its process, which "
-                                  f"also runs the coordinator ({_place(near[0])}): it was killed "
-                                  "or stopped, or its network failed", peer=f"server {near[0].id}"))
+                                    f"also runs the coordinator ({_place(near[0])}): it was killed "
+                                    "or stopped, or its network failed", peer=f"server {near[0].id}"))
 
     def with_address(self, error: CommError) -> CommError:
         """Returns the same error, with the address and node added if the error is about a server."""

@@ -85,7 +85,7 @@ def writing(directory: Path) -> Iterator[None]:
     except OSError as error:
         raise OSError(append_code("E-FILE",
                                   f"{directory}: checkpoint() cannot write in this directory: {_seen(error)}; choose a "
-                                      "directory that this process can create and that has space")) from None
+                                  "directory that this process can create and that has space")) from None
 
 
 @contextlib.contextmanager

@@ -182,7 +182,7 @@ def _check_equal_rows(context: DistributedJob, old: Worker, groups: Groups, plan
                                "before the next backward()")
         old.drain()
         exchange.mine = [*_RankRow(old.step, 0 if local is None else local.taken, plan_nbytes,
-                                 0 if local is None else context.memory.digest())]
+                                   0 if local is None else context.memory.digest())]
     rows = [_RankRow(*row) for row in exchange.rows]
     if len({(row.step, row.taken) for row in rows}) > 1:
         steps = sorted(row.step for row in rows)

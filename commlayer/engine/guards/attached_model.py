@@ -38,7 +38,7 @@ class AttachedModel:
     def _look(self) -> None:
         """Records the current parameters, modules and optimizer groups, for later comparison."""
         self._within: list[Mapping[str, Any]] = [table for module in self._model.modules()
-                                              for table in (module._parameters, module._modules)]
+                                                 for table in (module._parameters, module._modules)]
         self._seen = self._marks()
         self._frozen = [p for _, p in self._others()]
         self._grouped = [[*map(id, group)] for group in self._groups()]

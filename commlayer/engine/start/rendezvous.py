@@ -243,19 +243,19 @@ def find_mismatch(rows: Sequence[RankRow], ranks: Sequence[int], *, own_servers:
             if keyed:
                 return append_code("E-KEYS",
                                    f"keys: not set on {_rank_list(bare, rows, ranks)}; other ranks have keys: make the "
-                                       "missing ones with `commlayer keys add NAME` and set COMMLAYER_KEYS on every "
-                                       "machine (docs/how-to/keys.md)")
+                                   "missing ones with `commlayer keys add NAME` and set COMMLAYER_KEYS on every "
+                                   "machine (docs/how-to/keys.md)")
             return append_code("E-PLAIN-TEXT",
                                f"insecure: not set on {_rank_list(bare, rows, ranks)}; the ranks run on {machines} "
-                                         "machines, and without keys the traffic between them is not encrypted: make keys "
-                                         "with `commlayer keys init` and set COMMLAYER_KEYS on every machine "
-                                         "(docs/how-to/keys.md), or set COMMLAYER_INSECURE=1 on every machine if you trust "
-                                         "the complete network between them")
+                               "machines, and without keys the traffic between them is not encrypted: make keys "
+                               "with `commlayer keys init` and set COMMLAYER_KEYS on every machine "
+                               "(docs/how-to/keys.md), or set COMMLAYER_INSECURE=1 on every machine if you trust "
+                               "the complete network between them")
         if all(_local(row.address) for row in rows):
             return append_code("E-ADDRESS",
                                f"bind: the ranks run on {machines} machines, but MASTER_ADDR is a loopback address "
-                                      "on each of them: set MASTER_ADDR to an address that all machines can reach, or set "
-                                      "COMMLAYER_BIND on every machine to its own address")
+                               "on each of them: set MASTER_ADDR to an address that all machines can reach, or set "
+                               "COMMLAYER_BIND on every machine to its own address")
     return ""
 
 
