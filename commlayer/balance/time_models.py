@@ -34,9 +34,8 @@ class LinearTime(Record, frozen=True):
     def __post_init__(self) -> None:
         if not (0 <= self.slope_s < math.inf and 0 <= self.intercept_s < math.inf and self.slope_s + self.intercept_s > 0):
             raise InvalidInput("E-TIME-MODEL",
-                f"LinearTime: got slope {self.slope_s} s and intercept {self.intercept_s} s, allowed are finite values >= 0, "
-                "not both 0; fit it to measured times"
-            )
+                               f"LinearTime: got slope {self.slope_s} s and intercept {self.intercept_s} s, allowed are finite "
+                               "values >= 0, not both 0; fit it to measured times")
 
     @property
     def segments(self) -> Segments:

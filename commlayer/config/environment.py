@@ -157,8 +157,9 @@ def child_environment(config: Config) -> dict[str, str]:
 
 def home_environment(launch: Launch, nodes: int, settings: Mapping[str, str]) -> dict[str, str]:
     """Environment variables for a worker of a site: torchrun's variables, and these settings as COMMLAYER_* variables."""
-    launcher = {"RANK": launch.rank, "WORLD_SIZE": launch.world, "LOCAL_RANK": launch.local_rank, "GROUP_RANK": launch.node,
-            "LOCAL_WORLD_SIZE": launch.local_world, "GROUP_WORLD_SIZE": nodes, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29500}
+    launcher = {"RANK": launch.rank, "WORLD_SIZE": launch.world, "LOCAL_RANK": launch.local_rank,
+                "LOCAL_WORLD_SIZE": launch.local_world, "GROUP_RANK": launch.node, "GROUP_WORLD_SIZE": nodes,
+                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29500}
     environment = os.environ | {name: str(value) for name, value in launcher.items()}
     first = f"{JOINS}{launch.joins - launch.local_rank}" if launch.joins >= 0 else ""
     environment |= {PREFIX + "HOME": launch.home + first} | {

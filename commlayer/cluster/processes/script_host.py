@@ -47,10 +47,10 @@ def begin_world(launch: Launch, inside: str, timeout_s: float = 0.0) -> None:
     first = (launch.rank if launch.joins < 0 else launch.joins) - launch.local_rank
     # The job changes members while this home joins, and would drop values that belong to an earlier epoch.
     generation = 1 if launch.joins < 0 else JOINING
-    site_process_group.init_world(KvClient(config.join, config, launch.home, generation), launch.rank, launch.world,
-                     range(first, first + launch.local_world), inside=inside, timeout_s=timeout_s or config.deadline_s,
-                     skip_lost=leave, paused_reason=AHEAD if launch.joins >= 0 else "",
-                     patience_s=continue_wait_s(config) if leave else 0.0)
+    site_process_group.init_world(
+        KvClient(config.join, config, launch.home, generation), launch.rank, launch.world,
+        range(first, first + launch.local_world), inside=inside, timeout_s=timeout_s or config.deadline_s, skip_lost=leave,
+        paused_reason=AHEAD if launch.joins >= 0 else "", patience_s=continue_wait_s(config) if leave else 0.0)
 
 
 def main() -> None:

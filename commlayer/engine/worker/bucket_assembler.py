@@ -54,10 +54,9 @@ class BucketAssembler:
     def ready(self, tensor: int, gradient: torch.Tensor) -> None:
         if self._seen[tensor]:
             raise InvalidState("E-GRADIENT-TWICE",
-                f"gradient of {self._job.tensors[tensor].name} became final twice in one backward pass, because the "
-                "parameter is used both inside and outside a reentrant checkpoint; pass use_reentrant=False to "
-                "torch.utils.checkpoint.checkpoint"
-            )
+                               f"gradient of {self._job.tensors[tensor].name} became final twice in one backward pass, because "
+                               "the parameter is used both inside and outside a reentrant checkpoint; pass use_reentrant=False "
+                               "to torch.utils.checkpoint.checkpoint")
         self._seen[tensor] = True
         if self._step.recorder.on:
             self._step.recorder.tensor(tensor)

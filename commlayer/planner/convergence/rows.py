@@ -77,8 +77,8 @@ def row_problem(row: LearningRow) -> str:
               if not (getattr(row, name) >= least and math.isfinite(getattr(row, name)))]
     problems = "; ".join(f"{name} is {getattr(row, name)!r}" for name in which)
     return problems and (f"row {row.optimizer} {row.codec} every={row.every}: {problems}, "
-                         f"allowed: an optimizer of {', '.join(FAMILIES)}, gradients or updates, "
-                     "overlap of round or nothing, every and steps of 1 or more, workers and losses of 0 or more, all finite")
+                         f"allowed: an optimizer of {', '.join(FAMILIES)}, gradients or updates, overlap of round or nothing, "
+                         "every and steps of 1 or more, workers and losses of 0 or more, all finite")
 
 
 def one_worker_factor(rows: Iterable[LearningRow], optimizer: str, workers: float, noise: float = 0.0, numel: int = 0) -> float:
