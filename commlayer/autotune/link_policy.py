@@ -66,8 +66,7 @@ def observe_step(state: TuningState, links: LinkState, row: SeenStep, now: float
         # Only for debugging: a link that is repeatedly found faster would log many such lines.
         return structs.replace(state, links=faster), [LogLine(line, logging.DEBUG)]
     line = (f"links have changed from {planned} to {links.format_rates(rates)}: steps take {1e3 * row.step_s:.1f} ms instead "
-            f"of "
-            f"{1e3 * watch.usual_s:.1f} ms")
+            f"of {1e3 * watch.usual_s:.1f} ms")
     return _plan_for(state, links, rates, row.step_s, row.waited_s, now), [LogLine(line)]
 
 

@@ -61,8 +61,7 @@ def _start_controller(context: DistributedJob, config: Config) -> TuningControll
         return None
     if plans and context.norms_differ and context.matched and context.terms.requested.exact is False:
         context.log_decision("sites have unlike numbers of ranks and the averages of local steps are scaled to a norm, so "
-                             "every step is "
-                             "averaged; pass sync=LocalSteps(..., outer=OuterSGD()) for local steps")
+                             "every step is averaged; pass sync=LocalSteps(..., outer=OuterSGD()) for local steps")
     actions, reports = JobActions(context), Reports(context.rows.section("measured times"))
     if plans:
         reports.meter = actions.start_traffic_meter()

@@ -131,9 +131,8 @@ def initial_shares(
     for worker, profile in enumerate(profiles):
         if profile.ended and profile.cap < needed:
             raise InvalidInput("E-SHARES-ARGUMENT",
-                               f"worker {worker}: its memory holds {profile.cap} samples (with headroom), but needs "
-                               f"at least {needed}: "
-                               "free memory, take a smaller model, or start without it")
+                               f"worker {worker}: its memory holds {profile.cap} samples (with headroom), but needs at least "
+                               f"{needed}: free memory, take a smaller model, or start without it")
     invalid: list[Note] = []
     points = [_valid_points(worker, profile.points, step, invalid) for worker, profile in enumerate(profiles)]
     models: list[TimeModel] = [fit_piecewise(one) if len(one) > 1 else _local_line(one, 1) for one in points]

@@ -118,10 +118,9 @@ def late_and_sparse(plan: Plan, rows: Sequence[LearningRow], optimizer: str = ""
              if not spec_error(codec) and not late_allowed(rows, codec, optimizer)]
     ids = list(dict.fromkeys(number for number, _ in wrong))
     return [append_code("E-PLAN-LATE",
-                        f"{len(ids)} buckets, the first {ids[0]}: no training was measured with {wrong[0][1]} and "
-                        f"results one step late, and both errors multiply; send more than {LATE_RATIO:.0%} of the entries, or "
-                        f"make "
-                        "the plan without staleness")] if wrong else []
+                        f"{len(ids)} buckets, the first {ids[0]}: no training was measured with {wrong[0][1]} and results one "
+                        f"step late, and both errors multiply; send more than {LATE_RATIO:.0%} of the entries, or make the "
+                        "plan without staleness")] if wrong else []
 
 
 def _buffer_problems(plan: Plan, job: Job) -> Iterator[str]:
@@ -220,8 +219,7 @@ def _lowered(bucket: Bucket, ranks_per_node: int) -> Iterator[Bucket]:
     if len(coders) > 1:
         raise InvalidInput("E-PLAN-PATH",
                            f"bucket {bucket.id}: path {format_path(path)!r} encodes and decodes on "
-                           f"{' and '.join(sorted(coders))}: "
-                           "a path over a server must use one device")
+                           f"{' and '.join(sorted(coders))}: a path over a server must use one device")
     forwards = any(op.name == "forward" for op in path)
     down = (MERGED if parse_spec(bucket.codec).sparse else AS_IT_IS) if forwards else bucket.down
     served = structs.replace(bucket, path="service", down=down, coder="gpu" if coders == {"gpu"} else "")

@@ -88,8 +88,8 @@ def bare(model: nn.Module) -> nn.Module:
     if any(isinstance(one, nn.SyncBatchNorm) for one in module.modules()):
         raise InvalidInput("E-USER-CODE",
                            "profile: the model has SyncBatchNorm, which waits for the other ranks in each forward pass, "
-                           "allowed: "
-                           "a model that runs alone; give LoadBalancer(line=...) and Sampler(cap=...) what you know instead")
+                           "allowed: a model that runs alone; give LoadBalancer(line=...) and Sampler(cap=...) what you know "
+                           "instead")
     return module
 
 

@@ -254,8 +254,8 @@ def _suggest_mode(plain: Plan, other: Plan, question: Question) -> str:
     (plain_s, plain_steps), (other_s, other_steps) = ((plan.step_s, estimate_factor(plan, question)) for plan in (plain, other))
     times = plain_s * plain_steps / (other_s * other_steps)
     return (f"{_describe_mode(other)} would reach a loss {times:.1f} times as fast ({1e3 * other_s:.3g} instead of "
-            f"{1e3 * plain_s:.3g} "
-            f"ms a step, factor {other_steps:.2f} instead of {plain_steps:.2f}): attach(..., sync='auto') allows them")
+            f"{1e3 * plain_s:.3g} ms a step, factor {other_steps:.2f} instead of {plain_steps:.2f}): attach(..., sync='auto') "
+            "allows them")
 
 
 def _describe_switch(plain: Plan, other: Plan, question: Question) -> str:

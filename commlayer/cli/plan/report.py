@@ -197,8 +197,7 @@ def provenance(job: Job, optimizer: str, workers: int, plan: Plan, rows: tuple[L
     """Lines that name the sources of the convergence factors."""
     noise, measured = find_noise(job) or measured_noise(rows, optimizer), max((row.numel for row in rows), default=0)
     yield ("batch size: training takes 1 + noise scale / batch times the steps of an unlimited batch (McCandlish et al., "
-           "1812.06162); "
-           f"with a noise scale of {_short(noise)} batches, one worker alone needs "
+           f"1812.06162); with a noise scale of {_short(noise)} batches, one worker alone needs "
            f"{one_worker_factor(rows, optimizer, workers, find_noise(job), job.numel):.2f} x the steps of {workers}"
            + ("; small models gain less than that law says, by our trainings" if 0 < measured < job.numel < LONG_NUMEL else ""))
     small = f"short runs of models of up to {measured:,} parameters at a constant learning rate"

@@ -185,7 +185,7 @@ def worker_lines(view: JobView, now: float) -> Iterator[str]:
             if measured:
                 parts.append(f"{way} "
                              f"{format_bytes_rate(measured)}{f' of {format_bytes_rate(planned)} planned' if planned else ''} "
-                             f"Mb/s")
+                             "Mb/s")
         parts += [f"{row.share:.0%} of the batch"] if row.share else []
         yield ", ".join(parts)
 

@@ -27,8 +27,7 @@ MAX_FORMER = 64
 
 RESTARTED = append_code("E-RENDEZVOUS-ENDED",
                         "the coordinator was restarted without a journal (commlayer serve --journal), so all homes must be "
-                        "started "
-                        "again")
+                        "started again")
 
 
 class RegisteredSite(Record, frozen=True):
@@ -118,8 +117,7 @@ def register(state: Sites, request: Join, now: float, admission: AdmissionState 
         return state, JoinReply(missing=admission.retry_reason or admission.closed_reason)
     elif state.begun and request.waited_s < grace_s and (namesakes := _tokens_of_same_host(state, request)):
         return state, JoinReply(missing=f"the job is running with {state.present[namesakes[0]].request.label}, which may be "
-                                f"this "
-                                        "home's previous process")
+                                        "this home's previous process")
     elif problem := _problem(state, request, admission):
         return state, JoinReply(error=f"home {request.label}: {problem}")
     elif state.ranks_assigned and not state.begun:

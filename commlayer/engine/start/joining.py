@@ -111,10 +111,8 @@ def enter(
     members.confirmed = members.row_exchanged_steps = given.confirmed
     meanwhile = f", in which the others have made {taken.followed} exchanges" if taken.followed else ""
     context.log_decision(f"joined the running job as worker {own} with the weights, buffers and optimizer state of its "
-                         f"workers, after "
-                         f"{time.monotonic() - begin:.1f} s{meanwhile}; this is rank {context.rank} of {context.world}, at "
-                         f"step "
-                         f"{context.passes}")
+                         f"workers, after {time.monotonic() - begin:.1f} s{meanwhile}; this is rank {context.rank} of "
+                         f"{context.world}, at step {context.passes}")
     return context
 
 

@@ -273,8 +273,7 @@ def other_model(rows: Sequence[RankRow], members: Members, job: Job, deadline_s:
                           for line, rank in zip(lines, members.ranks, strict=True)), strict=True)
     return (f"model: {_group_ranks_by_value(counts, rows, members.ranks)}; first difference, tensor {first}: "
             f"{_group_ranks_by_value(shown, rows, members.ranks)}: trained parameters and buffers must have equal names, "
-            f"shapes, dtypes "
-            "and order on all ranks")
+            "shapes, dtypes and order on all ranks")
 
 
 def tensor_text(tensor: TensorInfo) -> str:

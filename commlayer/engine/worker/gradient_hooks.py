@@ -118,8 +118,9 @@ class Hooks:
         if self._graphs and graph > max(self._graphs) and (node is None or self._root() is not root):
             if node is None and _inside_pass():
                 worker.latch(InvalidState("E-GRADIENT-TWICE",
-                                          "a backward pass began inside another, and both have gradients to average, so neither "
-                                          "step can be completed: run the inner one under session.no_sync(), and attach again"))
+                                          "a backward pass began inside another, and both have gradients to average, so "
+                                          "neither step can be completed: run the inner one under session.no_sync(), and "
+                                          "attach again"))
                 worker.check()
             self._clear()
             self._aborted()
