@@ -156,7 +156,8 @@ def test_refusal_is_one_line_and_script_errors_keep_their_traceback(
     ("logging.getLogger('commlayer').setLevel(logging.WARNING)", ["commlayer: slow"]),
 ])
 def test_log_lines_appear_once_unless_the_script_configures_logging(script: str, lines: list[str]) -> None:
-    code = (f"import logging; from commlayer.cluster.processes.script_host import tell; tell(); {script or 'pass'}; "
+    code = ("import logging; from commlayer.cluster.processes.script_host import show_log_lines; show_log_lines(); "
+            f"{script or 'pass'}; "
             "log = logging.getLogger('commlayer'); log.info('plan'); log.warning('slow')")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=WAIT_S)
     assert done.stderr.splitlines() == lines
