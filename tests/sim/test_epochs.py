@@ -144,7 +144,7 @@ BROKEN: list[tuple[str, Any, str, Any, str]] = [
     ("the state is of another step", Replica, "state_for_joiner", gives(step=lambda told, _: told.step + 1), ""),
     ("the state has other totals", Replica, "state_for_joiner", gives(totals=lambda _, worker: worker.world.totals_of(1)), ""),
     ("the state is given once", Transfer, "_complete", once, "further"),
-    ("a barrier needs only those that have not called it", RendezvousService, "never_written", of_absent_values, ""),
+    ("a barrier needs only those that have not called it", RendezvousService, "find_lost_writers", of_absent_values, ""),
     ("no barrier before a plan", World, "meet", before_plans, "breach"),
     ("a proposal names one worker of a home", changing_members, "propose", one_worker, "further"),
     ("a row lacks one worker of a home", ChangingMembers, "_whole_sites", lambda self, gone: sorted(gone), "homes"),
