@@ -40,6 +40,13 @@ def loss_of(model: nn.Module, rank: int, step: int) -> torch.Tensor:
     return nn.functional.mse_loss(model(x), y)
 
 
+def make_steps(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: range) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        loss_of(model, rank, step).backward()
+        optimizer.step()
+
+
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     moments = {f"{number}.{name}": value for number, state in optimizer.state_dict()["state"].items()
                for name, value in state.items() if isinstance(value, torch.Tensor)}
@@ -59,10 +66,7 @@ def train(rank: int, how: str, kind: str, plan: str, weighed: bool, address: str
             session.weight(rank + 1)
         for batches in BATCHES:
             with session.join():
-                for step in range(batches[rank]):
-                    optimizer.zero_grad()
-                    loss_of(model, rank, step).backward()
-                    optimizer.step()
+                make_steps(model, optimizer, rank, range(batches[rank]))
             passes.append(session.step)
             states.append(state_of(model, optimizer))
         for step in range(4):  # equal numbers on all ranks: the earlier passes have no effect
@@ -141,10 +145,7 @@ def train_locally(rank: int, how: str, sync: Any, address: str) -> dict[str, Any
     with commlayer.attach(model, optimizer, compression=codec, sync=sync, config=config) as session:
         for batches in BATCHES:
             with session.join():
-                for step in range(batches[rank]):
-                    optimizer.zero_grad()
-                    loss_of(model, rank, step).backward()
-                    optimizer.step()
+                make_steps(model, optimizer, rank, range(batches[rank]))
             passes.append(session.step)
             session.flush()
             states.append({name: value.clone() for name, value in model.state_dict().items()})
@@ -161,10 +162,7 @@ def locally_by_hand(every: int) -> list[dict[str, torch.Tensor]]:
             means = {name: torch.zeros_like(value) for name, value in models[0].state_dict().items()}
             active = [rank for rank in range(WORLD) if batches[rank] > begin]
             for rank in active:
-                for step in range(begin, min(begin + every, batches[rank])):
-                    optimizers[rank].zero_grad()
-                    loss_of(models[rank], rank, step).backward()
-                    optimizers[rank].step()
+                make_steps(models[rank], optimizers[rank], rank, range(begin, min(begin + every, batches[rank])))
                 for name, value in models[rank].state_dict().items():
                     means[name] += value / len(active)
             for model in models:

@@ -250,9 +250,9 @@ def test_missing_row_is_that_of_the_member_that_the_server_names(hub: Site) -> N
     section = rows.section("digests")
     section.start(1.0)
     rows.send()
-    rows.transport.stalled(1, (2,))  # of another row
+    rows.transport.stalled = {ROW_BUCKET: (1, (2,))}  # of another row
     assert rows.transport.missing() == ()
-    rows.transport.stalled(0, (1, 2))
+    rows.transport.stalled = {ROW_BUCKET: (0, (1, 2))}
     assert rows.transport.missing() == ("worker 1", "worker 2")
     with pytest.raises(DeadlineExceeded) as error:
         section.read()

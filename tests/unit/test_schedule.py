@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from commlayer.engine.epochs.schedule import LEAD, MOST_AT_ONCE, EpochProposal, Joining, agreed, decide, propose
+from commlayer.engine.epochs.schedule import LEAD, MOST_AT_ONCE, EpochProposal, Joining, decide, keep_majority, propose
 
 STEP, NONE = 10, EpochProposal(0, 0, 0)
 
@@ -44,7 +44,7 @@ A, B = EpochProposal(1, 5, 2), EpochProposal(1, 6, 3)
     ([[A, B], [A, B], [NONE]], [A, B]),
 ])
 def test_more_than_half_of_the_rows_admit_a_worker(rows: list[list[EpochProposal]], proposals: list[EpochProposal]) -> None:
-    assert [p for p in agreed(rows) if p != NONE] == proposals
+    assert [p for p in keep_majority(rows) if p != NONE] == proposals
 
 
 def test_worker_begins_when_all_members_can_have_reported_it() -> None:

@@ -15,7 +15,7 @@ import contextlib
 import math
 import time
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -91,6 +91,8 @@ class RowTransport:
     """Number of the next row, and Header.joined of rows, if a server collects them."""
     late_s = 0.0
     """How much later than the other ranks one rank may send a row, in seconds, if that is longer than `timeout_s`."""
+    stalled: Mapping[int, tuple[int, tuple[int, ...]]] = {}
+    """Servers' reports of what they wait for; see Step.stalled."""
 
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
@@ -105,9 +107,6 @@ class RowTransport:
     def allow(self, late_s: float) -> None:
         """Sets `late_s` from now on."""
         self.late_s = late_s
-
-    def stalled(self, number: int, missing: tuple[int, ...]) -> None:
-        """Stores a server's report that row `number` waits for the members `missing`."""
 
     def missing(self) -> tuple[str, ...]:
         """Returns the names of the members that have not sent the row in flight, as far as they are known."""

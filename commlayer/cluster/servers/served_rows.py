@@ -34,8 +34,6 @@ class ServedRows(RowTransport):
         self._queue: deque[_ServedRow] = deque()
         """The row in flight, and the rows after it."""
         self._generation = 0
-        self._stalled = -1, tuple[int, ...]()
-        """The server's last report of members that have not sent their row: its number, and theirs."""
 
     def start(self, row: list[float], what: str) -> PendingRows:
         body = array.array("d", row).tobytes()
@@ -63,11 +61,8 @@ class ServedRows(RowTransport):
 
         self._transport.request(SERVER_BASE, row.header, row.body).on_done(answered)
 
-    def stalled(self, number: int, missing: tuple[int, ...]) -> None:
-        self._stalled = number, missing
-
     def missing(self) -> tuple[str, ...]:
-        number, missing = self._stalled
+        number, missing = self.stalled.get(ROW_BUCKET, (-1, ()))
         with self._lock:
             in_flight = self._queue[0].header.step if self._queue else -1
         return tuple(map(peer_name, missing)) if number == in_flight else ()

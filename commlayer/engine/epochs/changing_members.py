@@ -36,7 +36,7 @@ from commlayer.engine.buckets.bucket import WorkerBucket
 from commlayer.engine.components import Pending
 from commlayer.engine.epochs.plan_switch import Recut
 from commlayer.engine.epochs.replica import Replica
-from commlayer.engine.epochs.schedule import LEAD, MOST_AT_ONCE, EpochProposal, Joining, agreed, decide, propose
+from commlayer.engine.epochs.schedule import LEAD, MOST_AT_ONCE, EpochProposal, Joining, decide, keep_majority, propose
 from commlayer.engine.epochs.state_relay import BATCH_NBYTES, WINDOW, NewestEpoch, StateRelay
 from commlayer.engine.job.fixed_members import FixedMembers
 from commlayer.engine.job.job import DistributedJob
@@ -172,7 +172,7 @@ class ChangingMembers(FixedMembers):
         if gone:
             self._change(gone, at=self.confirmed)
         self.confirmed = self.row_exchanged_steps
-        join, follow = (agreed(proposals) for proposals in zip(*map(proposals_in, rows.values()), strict=True))
+        join, follow = (keep_majority(proposals) for proposals in zip(*map(proposals_in, rows.values()), strict=True))
         self._decide([p for p in join if p.member not in self.admitted],
                      [p for p in follow if p.member not in self.admitted | self.followers])
 

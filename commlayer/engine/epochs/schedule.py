@@ -55,7 +55,7 @@ def propose(joined: int, new: Iterable[Sequence[int]], generation: int) -> list[
     return proposals + [EpochProposal(0, 0, 0)] * (MOST_AT_ONCE - len(proposals))
 
 
-def agreed(rows: Sequence[Iterable[EpochProposal]]) -> list[EpochProposal]:
+def keep_majority(rows: Sequence[Iterable[EpochProposal]]) -> list[EpochProposal]:
     """Returns the proposals that more than half of the rows make. So no member alone admits workers, and a worker waits until
     most members know of it."""
     counts = Counter(chain.from_iterable(map(set, rows)))

@@ -25,7 +25,6 @@ from commlayer.cluster.processes import site_process_group
 from commlayer.cluster.processes.child_processes import EmbeddedServer
 from commlayer.cluster.processes.collectives import Groups, gather_values
 from commlayer.cluster.processes.rows import StepRows
-from commlayer.cluster.servers.gather import ROW_BUCKET
 from commlayer.cluster.servers.server_codecs import expected_nbytes
 from commlayer.cluster.servers.worker_client import WorkerClient, leave_job
 from commlayer.compressors import make_codec
@@ -414,9 +413,10 @@ class DistributedJob(JobContext):
         self.worker = worker
         self.plan = worker.plan
         self.rows.begin(worker.now.generation)
+        self.rows.transport.stalled = worker.now.stalled
         self.uplink.limit_bodies(max(expected_nbytes(worker.plan, n) for n in range(max(1, worker.plan.servers))))
 
-        root_cause, rows = self._root_cause, self.rows.transport
+        root_cause = self._root_cause
 
         def fail(error: CommError) -> None:
             root_cause.record(error)
@@ -426,13 +426,7 @@ class DistributedJob(JobContext):
             if (error := worker.finished_peers.add(peer, exchanges)) is not None:
                 fail(error)
 
-        def stalled(bucket: int, step: int, missing: tuple[int, ...]) -> None:
-            if bucket == ROW_BUCKET:
-                rows.stalled(step, missing)
-            else:
-                worker.stalled(bucket, step, missing)
-
-        self.uplink.subscribe(fail, stalled, left, worker.now.generation)
+        self.uplink.subscribe(fail, worker.stalled, left, worker.now.generation)
 
     def _row_failed(self) -> BaseException | None:
         """Returns why no row of all ranks can arrive any more. Returns None if there is no such reason."""
