@@ -38,6 +38,7 @@ import commlayer.engine.epochs.plan_switch as automatic
 from commlayer.cluster.processes.collectives import all_or_none
 from commlayer.engine.components import ComponentOrder
 from commlayer.engine.model.model_tensors import describe_model
+from commlayer.engine.model.optimizer_state import RESTARTED_STEPS
 from commlayer.errors import PeerLost
 from commlayer.records import Plan
 from commlayer.transport.protocol import SERVER_BASE
@@ -492,6 +493,46 @@ def through(rank: int, address: str, optimizer: str, how: str) -> dict[str, Any]
     return results
 
 
+def returning(rank: int, address: str, way: str, steps: int, script: bool) -> dict[str, Any]:
+    """From the local steps with which a job begins back to averaged gradients."""
+    training = Training(rank, address, "every", optimizer="adamw", drift="end", drift_steps=2)
+    training.train(steps)
+    memory, rates = training.connection.memory, [group["lr"] for group in training.optimizer.param_groups]
+    kept = memory.has_optimizer_state
+    automatic.switch(training.connection, sync_modes.plan(training.connection.worker.job, way, training.codec),
+                     by_itself=not script)
+    results = {"kept": kept, "left": memory.has_optimizer_state, "plan": training.session.inspect.plan,
+               "rates": rates == [group["lr"] for group in training.optimizer.param_groups]}
+    training.train(3)
+    training.session.flush()
+    states = training.optimizer.state_dict()["state"]
+    results["states"] = [value for entry in states.values() for value in entry.values() if isinstance(value, torch.Tensor)]
+    results["rows"] = training.tensors(buffers=False)
+    training.session.close()
+    return results
+
+
+@pytest.mark.parametrize(("way", "steps", "script", "averages"), [
+    ("gradients", 5, False, True), ("forward", 5, False, True),
+    ("gradients", RESTARTED_STEPS + 1, False, False), ("gradients", 5, True, False),
+])
+def test_first_local_steps_end_in_averaged_gradients_with_restarted_optimizers(
+    way: str, steps: int, script: bool, averages: bool,
+) -> None:
+    with Servers(WORLD, 1) as servers:
+        first, second = pool(WORLD).call(returning, servers.address, way, steps, script)
+    assert first["plan"].synchronous is averages
+    assert first["plan"].overlap == ("forward" if way == "forward" else "")
+    for result in (first, second):
+        assert result["kept"]
+        assert result["left"] is not averages
+        assert result["rates"]
+    for mine, theirs in zip(first["rows"], second["rows"], strict=True):
+        assert torch.equal(mine, theirs)
+    equal = all(torch.equal(a, b) for a, b in zip(first["states"], second["states"], strict=True))
+    assert equal is averages
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize(("optimizer", "how"), [("momentum", ""), ("adamw", ""), ("adamw", "ddp")])
 def test_deltas_stay_compressed_once_optimizer_states_differ(optimizer: str, how: str) -> None:
@@ -635,6 +676,9 @@ def allowed(rank: int, address: str, how: dict[str, Any]) -> tuple[set[str], dic
     model = Net()
     optimizer = how.pop("optimizer", "adamw")
     stepped = optimizer and (OPTIMIZERS | ODD)[optimizer](model)
+    if how.pop("resumed", False):
+        torch.nn.functional.mse_loss(model(torch.ones(4, 12)), torch.ones(4, 3)).backward()
+        stepped.step()
     if how.pop("scaled", False):
         how["grad_scaler"] = torch.amp.GradScaler("cpu")
     called: Any = DistributedDataParallel(model) if how.pop("ddp", False) else model
@@ -653,7 +697,7 @@ def allowed(rank: int, address: str, how: dict[str, Any]) -> tuple[set[str], dic
 @pytest.mark.nightly
 @pytest.mark.parametrize(("how", "wanted", "text"), [
     ({}, {"forward", "updates", "local", "round"}, ""),
-    ({"optimizer": None}, set(), "local: local steps need a torch.optim.Optimizer"),
+    ({"optimizer": None}, set(), "local: optimizer: got NoneType, allowed with local steps"),
     ({"optimizer": "lbfgs"}, set(), "local: local steps are not supported with LBFGS"),
     ({"optimizer": "wrapping"}, set(), "local: local steps: optimizer Wrapping does not support step hooks"),
     ({"optimizer": "sharded"}, set(), "local: local steps are not supported with ZeroRedundancyOptimizer"),
@@ -663,7 +707,8 @@ def allowed(rank: int, address: str, how: dict[str, Any]) -> tuple[set[str], dic
     ({"sync": commlayer.LocalSteps(4)}, {"local", "round"}, "updates: attach() was given sync=LocalSteps(every=4"),
     ({"sync": "step"}, {"forward"}, "local: attach() was given sync='step'"),
     ({"sync": "forward"}, {"forward"}, "updates: attach() was given"),
-    ({"way": "every"}, {"updates", "local", "round"}, "forward: the optimizers have different states"),
+    ({"way": "every"}, {"forward", "updates", "local", "round"}, ""),
+    ({"way": "every", "resumed": True}, {"updates", "local", "round"}, "forward: the optimizers have different states"),
 ])
 def test_planner_receives_the_available_sync_modes(how: dict[str, Any], wanted: set[str], text: str) -> None:
     with Servers(WORLD, 1) as servers:

@@ -81,6 +81,21 @@ def test_local_steps_replace_gradient_averaging_on_slow_links_and_log_the_reason
         assert again == search.BestPlan(plan), "said once"
 
 
+@pytest.mark.parametrize("links", ["2/2Mb", "50/50Mb", FAST])
+def test_search_after_different_optimizer_states_finds_the_best_plan_without_averaged_gradients(links: str) -> None:
+    question = inputs(links, exact=False)
+
+    def to_loss_s(plan: Plan) -> float:
+        return step_seconds(plan, question) * search.estimate_factor(plan, question)
+
+    found = search.best_plan(question, plan_of(0.0, "int4()"), apart=True).plan
+    averaged = search.best_plan(inputs(links, exact=True), plan_of(0.0, "int4()"), apart=True).plan
+    assert found.steps_locally
+    assert averaged.steps_locally
+    assert averaged.local_steps == 1
+    assert to_loss_s(found) <= to_loss_s(averaged) * 1.001
+
+
 def test_slightly_faster_local_steps_are_returned_as_an_alternative(monkeypatch: pytest.MonkeyPatch) -> None:
     taken = search.best_plan(inputs("2/2Mb", exact=False), plan_of(0.0, "int4()"))
     sooner = taken.plan.step_s * taken.plan.steps_high

@@ -29,8 +29,8 @@ LEAST_ROUND_TRIP_S = 0.02
 RECENT = 3
 """Chunks that arrived within this many round trips set how many bytes are in flight. With full queues a chunk takes that
 long."""
-STRETCH = 0.6
-"""The rate is taken over intervals of this fraction of the measurement's time."""
+STRETCH = 1 / 3
+"""The rate is taken over intervals of this fraction of the measurement's time, so some begin when TCP windows are open."""
 NEARLY_ALL = 0.9
 """Quantile of the interval rates that counts as the link's rate. In slower intervals TCP windows opened or threads were late;
 the fastest may contain data that was queued before a late thread."""

@@ -30,14 +30,15 @@ SHORTER, LONGER = 0.5, 10.0
 """The rates of the last run hold if the round trip is between SHORTER and LONGER times that of the last run."""
 NEAREST_S = 0.001
 """Shorter round trips, in seconds, count as this long there, since busy machines answer later."""
-OPENING = 4
-"""Round trips at the start of a probe's turn, in which TCP windows open. Windows start at the known rate, if there is one."""
+OPENING = 7
+"""Round trips of a probe's turn in which data is sent. In the first four or five, TCP windows open: they double in each, from
+14 kB a connection. The last ones show the rate."""
 DRAINED = 3
 """Round trips at the end of a probe's turn, in which sent data arrives. The rest arrives while the next senders' windows
 open."""
-LEAST_TURNS, FEW_SERVERS_TURNS = 2, 4
-"""Minimum number of turns per direction: if all nodes have servers, and if fewer do. With two turns, half of the nodes send at
-once, one per server. With fewer servers, senders would share them."""
+LEAST_TURNS, FEW_SERVERS_TURNS = 1, 4
+"""Minimum number of turns per direction: if all nodes have servers, and if fewer do. Where all have servers, each node may send
+to all others at once, because each receives as much as it sends. With fewer servers, senders would share them."""
 LONGEST_S = 0.3
 """Longest round trip, in seconds, that turns allow for. With longer round trips probes measure little, and only the traffic of
 steps shows the rate."""

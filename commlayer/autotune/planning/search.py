@@ -210,9 +210,8 @@ def _choose_sync_mode(question: Question, current: Plan, *, apart: bool, suggest
     """Chooses between averaged gradients and local steps. Local steps must be clearly faster, because they change the
     optimizer states, unless one machine alone is faster than averaged gradients.
 
-    `apart`: True: states have diverged, so there is no return to averaged gradients, and plans with averaged gradients are
-    predicted as they would run. `suggests`: True: if the policy requires averaged gradients, reports how much faster local
-    steps would be.
+    `apart`: True: states have diverged, so there is no return to averaged gradients. `suggests`: True: if the policy requires
+    averaged gradients, reports how much faster local steps would be.
     """
     searched, policy = PlanSearch(*question), question.policy
 
@@ -224,21 +223,24 @@ def _choose_sync_mode(question: Question, current: Plan, *, apart: bool, suggest
         return _with_ratios(searched.with_explanation(option), current)
 
     averaged = searched.best(exact=True)
-    plain = _convert_to_updates(timed(averaged), question) if apart else timed(averaged)
+    if apart:
+        plan = with_explanation(averaged if policy.exact else searched.best(exact=False, averages=False))
+        return BestPlan(plan if plan.steps_locally else _convert_to_updates(plan, question))
+    plain = timed(averaged)
     plain_s = plain.step_s * estimate_factor(plain, question)
     enough = SOONER if policy.exact else LEAVES
     # Steps without communication are a lower bound.
-    keeps_up = (policy.exact and (apart or not suggests)) or (not apart and enough * plain_s <= _computing_s(question))
+    keeps_up = (policy.exact and not suggests) or enough * plain_s <= _computing_s(question)
     free = averaged if keeps_up else searched.best(exact=False)
     other = timed(free)
     other_s = other.step_s * estimate_factor(other, question)
     if not other.steps_locally or other_s > plain_s or estimate_factor(other, question) >= MOST_STEPS:
-        return BestPlan(_convert_to_updates(with_explanation(averaged), question) if apart else with_explanation(averaged))
+        return BestPlan(with_explanation(averaged))
     if policy.exact:
         hint = _suggest_mode(plain, other, question) if other_s <= SOONER * plain_s else ""
         return BestPlan(with_explanation(averaged), hint=hint, auto_times=plain_s / other_s)
-    leaves = "" if apart or not current.synchronous else _describe_switch(plain, other, question)
-    if apart or other_s <= LEAVES * plain_s or plain_s > _fastest_alone_s(question):
+    leaves = _describe_switch(plain, other, question) if current.synchronous else ""
+    if other_s <= LEAVES * plain_s or plain_s > _fastest_alone_s(question):
         return BestPlan(with_explanation(free), leaves)
     return BestPlan(with_explanation(averaged), local=with_explanation(free), for_local=leaves)
 

@@ -33,7 +33,8 @@ def switch(context: DistributedJob, plan: Plan | None, *, by_itself: bool = Fals
     the script `requested` is repeated with the remaining ranks. From then on the remaining ranks complete the switch.
 
     `by_itself`: True if the script did not request exactly this plan. Parts of the plan that are impossible after local steps
-    are then left out. Between two plans of local steps, remaining steps are then exchanged under the new plan; until then
+    are then left out. From the local steps with which a job began, a return to averaged gradients restarts the optimizers, so
+    nothing is left out. Between two plans of local steps, remaining steps are then exchanged under the new plan; until then
     weights can differ between ranks.
     """
     former = context.uplink.epoch.members
@@ -61,6 +62,8 @@ class _Prepared(NamedTuple):
     worker: Worker
     undone: dict[int, int]
     note: str
+    restarts: bool
+    """True: the optimizers lose their states, which differ between ranks."""
 
 
 def _prepare(context: DistributedJob, plan: Plan | None, *, by_itself: bool, again: bool) -> _Prepared | None:
@@ -75,10 +78,10 @@ def _prepare(context: DistributedJob, plan: Plan | None, *, by_itself: bool, aga
         lambda: encode_lowered_plan(context.site.shards.cut(
             with_modes(_checked(plan), context.terms.requested), old.job,
             {*map(len, groups.sites), *context.members.joining_sizes})), context.rank)
-    rows = _check_equal_rows(context, old, groups, len(offer.data))
+    rows = _check_equal_rows(context, old, groups, len(offer.data), restarts=by_itself and context.can_restart_optimizer)
     agreed = plan_in(offer.taken(groups.share_bytes(offer.data, MAX_PLAN_NBYTES, "a plan", rows[0].plan_nbytes)))
-    note = ""
-    if old.plan.steps_locally and not agreed.steps_locally and len({row.memory for row in rows}) > 1:
+    note, returns = "", old.plan.steps_locally and not agreed.steps_locally
+    if returns and len({row.memory for row in rows}) > 1:
         agreed, note = _updates_still(agreed, by_itself=by_itself)
     # Under another automatic plan of local steps, the steps so far belong to its first exchange.
     context.components.complete(Pending.RUNNING if by_itself and agreed.steps_locally else Pending.ALL_STEPS)
@@ -89,7 +92,8 @@ def _prepare(context: DistributedJob, plan: Plan | None, *, by_itself: bool, aga
                                             "outer=OuterSGD()) to attach()")
         context.check_plan(agreed)
     new = context.worker_for(agreed, old.job, old.device, old.now.generation + 1)
-    return _Prepared(new, context.all_undone(old.roll_back()), note)
+    restarts = returns and not agreed.steps_locally and rows[0].memory == RESTARTS
+    return _Prepared(new, context.all_undone(old.roll_back()), note, restarts)
 
 
 def _complete(context: DistributedJob, prepared: _Prepared) -> None:
@@ -106,6 +110,8 @@ def _complete(context: DistributedJob, prepared: _Prepared) -> None:
     context.follow(new)
     old.close()
     old.forget_states()
+    if prepared.restarts:
+        context.memory.restart()
     if prepared.note:
         context.log_decision(prepared.note)
     context.components.new_plan()
@@ -167,12 +173,18 @@ class _RankRow(NamedTuple):
     """Number of local steps since the last exchange."""
     plan_nbytes: int
     memory: int
-    """Digest of the optimizer's state. Ranks with equal digests stay equal under equal gradients."""
+    """Digest of the optimizer's state. Ranks with equal digests stay equal under equal gradients. RESTARTS: the optimizer may
+    restart without a state."""
 
 
-def _check_equal_rows(context: DistributedJob, old: Worker, groups: Groups, plan_nbytes: int) -> list[_RankRow]:
+RESTARTS = -1
+
+
+def _check_equal_rows(
+    context: DistributedJob, old: Worker, groups: Groups, plan_nbytes: int, *, restarts: bool,
+) -> list[_RankRow]:
     """Checks that all ranks are between the same two steps, without an error, and with no message to a server on its way.
-    Returns the states of all ranks."""
+    Returns the states of all ranks. `restarts`: True: the optimizer of this rank may restart."""
     local = context.local
     with all_or_none(groups, "switch()", len(_RankRow._fields)) as exchange:
         old.check()
@@ -181,8 +193,8 @@ def _check_equal_rows(context: DistributedJob, old: Worker, groups: Groups, plan
                                f"step {old.step} is running: switch to another plan between two steps, after backward() and "
                                "before the next backward()")
         old.drain()
-        exchange.mine = [*_RankRow(old.step, 0 if local is None else local.taken, plan_nbytes,
-                                   0 if local is None else context.memory.digest())]
+        memory = RESTARTS if restarts else 0 if local is None else context.memory.digest()
+        exchange.mine = [*_RankRow(old.step, 0 if local is None else local.taken, plan_nbytes, memory)]
     rows = [_RankRow(*row) for row in exchange.rows]
     if len({(row.step, row.taken) for row in rows}) > 1:
         steps = sorted(row.step for row in rows)

@@ -385,6 +385,15 @@ class DistributedJob(JobContext):
         """Returns True if local steps have left the optimizers in different states on different ranks."""
         return self.local is not None and self.memory.has_optimizer_state
 
+    @property
+    def can_restart_optimizer(self) -> bool:
+        """True: a return to averaged gradients drops the optimizer's state, which contains only the job's first steps."""
+        return self.local is not None and self.memory.can_restart(self.passes)
+
+    def stays_apart(self) -> bool:
+        """Returns True if the optimizers' states exclude a return to averaged gradients."""
+        return self.stepped_apart() and not self.can_restart_optimizer
+
     def metrics(self) -> dict[str, float]:
         resumed = self.uplink.transport
         return {"steps": self.passes, **self.worker.counters.as_dict(), "reconnects": resumed.breaks,

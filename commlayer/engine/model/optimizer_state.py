@@ -16,12 +16,17 @@ from commlayer.engine.model.shard_parameters import local_elements
 from commlayer.optim import OuterSGD, family_of
 
 
+RESTARTED_STEPS = 32
+"""Maximum number of a job's first steps whose optimizer state may be dropped."""
+
+
 class OptimizerMemory:
     """Describes one optimizer's state and effect on weights, for changes of the sync mode. Parameters are identified by number.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], optimizer: Any, outer: OuterSGD) -> None:
         self._parameters, self._optimizer, self.outer = parameters, optimizer, outer
+        self._began_empty = False
 
     @property
     def family(self) -> str:
@@ -37,6 +42,19 @@ class OptimizerMemory:
     def has_optimizer_state(self) -> bool:
         state: Mapping[Any, Any] = getattr(self._optimizer, "state", {})
         return any(value is not None for p in self._parameters for _, value in _flat(state.get(p, {})))
+
+    def begin_local_steps(self) -> None:
+        """Called before the optimizer's first local step."""
+        self._began_empty = not self.has_optimizer_state
+
+    def can_restart(self, steps: int) -> bool:
+        """Returns True if the state may be dropped after this many steps of the job, because it contains only these steps."""
+        return self._began_empty and steps <= RESTARTED_STEPS
+
+    def restart(self) -> None:
+        """Drops the optimizer's state, which its next step creates again. Learning rates stay."""
+        for p in self._parameters:
+            self._optimizer.state.pop(p, None)
 
     def digest(self) -> int:
         """Returns a digest of the optimizer's state for the averaged parameters. Ranks with equal states stay equal under equal

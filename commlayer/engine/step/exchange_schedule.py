@@ -80,6 +80,8 @@ class ExchangeSchedule(Component):
         return True
 
     def _count(self, local: OuterSteps) -> None:
+        if not self._counted:
+            self._context.memory.begin_local_steps()
         self._counted = True
         local.count()
         self._context.count_step()

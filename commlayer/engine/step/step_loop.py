@@ -89,7 +89,7 @@ class StepLoop(Driver):
             context.components.add(component)
         if config.drift_steps and (context.world > 1 or context.elastic):
             context.components.add(ParameterDrift(context, [*model.named_parameters()], optimizer, config, self._guard.held))
-        context.terms.useless = forbidden_as_useless(scaler, clips=clips, apart=context.stepped_apart)
+        context.terms.useless = forbidden_as_useless(scaler, clips=clips, apart=context.stays_apart)
         context.on_close.append(self._drop)
         agree(context.worker.shared_buffers, [*[None] * len(self._parameters), *self._buffers_now()])
         self._order: ForwardOrder | None = None

@@ -125,11 +125,12 @@ class PlanSearch:
         return layouts
 
     @_garbage_collection_paused()
-    def best(self, *, exact: bool) -> PricedPlan:
+    def best(self, *, exact: bool, averages: bool = True) -> PricedPlan:
         """The best of all sync modes that the policy allows.
 
         `exact` overrides the policy's setting: True excludes local steps and one-step-late averages. False with an exact policy
-        allows at most as many local steps as were measured.
+        allows at most as many local steps as were measured. `averages`: False excludes averaged gradients, if anything else is
+        allowed.
         """
         policy, plain = self.policy, self.synchronous
         if exact and not policy.exact:
@@ -142,7 +143,10 @@ class PlanSearch:
         measured = freely and late_measured(self.question.profile.learning, policy.optimizer)
         if measured if policy.staleness is None else policy.staleness:
             best = min([plain, *self._stale(plain)], key=attrgetter("price"))
-        best = _best_plan([pair for recipe in self._recipes(policy, freely) for pair in self._choices(recipe)], best)
+        choices = [pair for recipe in self._recipes(policy, freely, averages=averages) for pair in self._choices(recipe)]
+        if choices and not averages:
+            return _best_plan(choices)
+        best = _best_plan(choices, best)
         # The forward overlap does not change training, so it needs no minimum saving.
         return best if best.scenario.recipe.overlap == "forward" or best.price < plain.price * (1 - PAYS) else plain
 
@@ -151,11 +155,11 @@ class PlanSearch:
         """The plan with its predicted times and reasons filled in."""
         return with_explanation(priced)
 
-    def _recipes(self, policy: Policy, freely: bool) -> list[Recipe]:
+    def _recipes(self, policy: Policy, freely: bool, *, averages: bool) -> list[Recipe]:
         """The most promising sync modes: overlap with the next forward pass, compressed updates, and the local-step modes with
         the best estimates."""
         updates = self._recipe._replace(codes="updates")
-        recipes = [self._recipe._replace(overlap="forward")] if policy.forward else []
+        recipes = [self._recipe._replace(overlap="forward")] if policy.forward and averages else []
         recipes += [updates._replace(overlap=overlap) for overlap in ("", "round")] if freely else []
         most = policy.max_local_steps or (searched_local_steps(self.question.profile) if freely else 1)
         parts = max(1, self.question.job.numel * ELEMENT_NBYTES // LEAST_FRAGMENT_NBYTES) if policy.fragments else 1
@@ -164,7 +168,7 @@ class PlanSearch:
                  for count in (fragment_counts(every, parts) if overlap else [1])]
         prices = {recipe: self._estimate(recipe) for recipe in local}
         best = sorted(local, key=prices.__getitem__)[:FINALISTS]
-        return recipes + [recipe for recipe in best if prices[recipe] < self.synchronous.price]
+        return recipes + [recipe for recipe in best if not averages or prices[recipe] < self.synchronous.price]
 
     def _estimate(self, recipe: Recipe) -> float:
         """Estimates the time to a loss of a local-step mode in which all buckets use the same option. Assumes that an exchange
