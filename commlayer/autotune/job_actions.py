@@ -222,7 +222,10 @@ class JobActions:
                                              averages=float(averages or collect_plan_limits(context).policy.exact)))
         self._link, links = Link(*link), measured_links(context, rows)
         if far:
-            return None if any(row.averages for row in rows) else opening_plan(self._job, plan, links)
+            if any(row.averages for row in rows):
+                return None
+            forward = self.agree(lambda: collect_plan_limits(context).policy.forward)
+            return opening_plan(self._job, plan, links, forward=forward)
         plain, measured = all_reduce_plan(self._job, plan), Measurements(self._job, rows, self._collective_costs(rows))
         self._collectives = measured.collectives
 

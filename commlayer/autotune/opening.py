@@ -1,8 +1,9 @@
 """The plan of the first steps, as pure functions.
 
-Before the first step only the links are known, not how long a step computes. If an exchange over far links is slow, local steps
-with overlap cost little progress until a plan is found, and no step waits for an exchange. Over near links, which are mostly
-fast, training begins with compression only if it makes an exchange faster.
+Before the first step only the links are known, not how long a step computes. Local steps wait for no exchange until a plan is
+found, but bring little progress: training begins with them if an exchange over far links takes as long as the computing of a
+usual step. Otherwise gradients are averaged, and results may arrive during the next forward pass. Over near links, which are
+mostly fast, training begins with compression only if it makes an exchange faster.
 """
 
 from __future__ import annotations
@@ -21,10 +22,8 @@ from commlayer.records import MAX_BUCKET_NBYTES, Job, Plan, Timing
 
 FAR_S = 0.005
 """Links with a round trip of at least this many seconds are far. Nearer links are rarely slow."""
-SLOW_S = 0.1
-"""An exchange that takes this many seconds makes steps slow."""
 STEP_S = 0.3
-"""Seconds of a step on which the number of local steps is based, because its computing is not known yet."""
+"""Assumed seconds of a step's computing, which is not known yet."""
 EVERY = (8, 16, 32)
 """Numbers of local steps. The next plan begins when all fragments were exchanged, so more steps would delay it."""
 FRAGMENTS = 16
@@ -38,11 +37,12 @@ def exchange_s(plan: Plan, links: Sequence[Link]) -> float:
     return max(up / link.up_bps + down / link.down_bps + 4 * link.alpha_s for link in links)
 
 
-def opening_plan(job: Job, plan: Plan, links: Sequence[Link]) -> Plan | None:
-    """Returns a plan of overlapped local steps with the codecs of `plan`; None if exchanges over these links are fast."""
+def opening_plan(job: Job, plan: Plan, links: Sequence[Link], *, forward: bool) -> Plan | None:
+    """Returns a plan of overlapped local steps with the codecs of `plan`. If exchanges over these links are fast, returns
+    `plan` with results during the next forward pass; None if the job does not allow that (`forward`)."""
     took_s = exchange_s(plan, links)
-    if took_s < SLOW_S:
-        return None
+    if took_s < STEP_S:
+        return structs.replace(plan, overlap="forward") if forward else None
     every = next((every for every in EVERY if every * STEP_S >= took_s), EVERY[-1])
     largest, fragments = max(plan.buckets, key=attrgetter("numel")), min(FRAGMENTS, every // 2)
     layout = default_plan(job, codec=largest.codec, down=largest.down, path="service", servers=plan.servers,

@@ -26,7 +26,7 @@ from commlayer.autotune import plan_limits
 from commlayer.autotune.measure import calibration
 from commlayer.autotune.measure.measurements import RankMeasurement, measured_cluster, number_server_nodes
 from commlayer.autotune.planning import search
-from commlayer.autotune.planning.candidate import LEAVES
+from commlayer.autotune.planning.candidate import LEAVES, estimate_factor
 from commlayer.autotune.planning.contention import MOST_FACTOR, factor, scale_processing_costs
 from commlayer.autotune.planning.planning_process import PlanningProcess
 from commlayer.autotune.planning.search import NEARLY, SearchOrder, number_servers_by_job, predict_price, sped_up
@@ -86,7 +86,7 @@ def test_search_after_different_optimizer_states_finds_the_best_plan_without_ave
     question = inputs(links, exact=False)
 
     def to_loss_s(plan: Plan) -> float:
-        return step_seconds(plan, question) * search.estimate_factor(plan, question)
+        return step_seconds(plan, question) * estimate_factor(plan, question)
 
     found = search.best_plan(question, plan_of(0.0, "int4()"), apart=True).plan
     averaged = search.best_plan(inputs(links, exact=True), plan_of(0.0, "int4()"), apart=True).plan

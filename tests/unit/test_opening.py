@@ -6,24 +6,32 @@ import pytest
 from msgspec import structs
 from support.autotuning import JOB, START
 
-from commlayer.autotune.opening import SLOW_S, exchange_s, is_no_slower, opening_plan
+from commlayer.autotune.opening import STEP_S, exchange_s, is_no_slower, opening_plan
 from commlayer.autotune.planning.search import all_reduce_plan
 from commlayer.planner.data.tables import profile_from_tables
 from commlayer.planner.model import Cluster, LinearCost, Link, Node, Policy, Profile, Question
 from commlayer.planner.plan_rules import verify
 
-FAST, SLOW, SLOWEST = Link(1e10, 1e10, 0.002), Link(3e8, 3e8, 0.01), Link(1e5, 1e5, 0.02)
+FAST, SLOW, SLOWER, SLOWEST = (Link(bps, bps, alpha_s) for bps, alpha_s in (
+    (1e10, 0.002), (4e9, 0.01), (3e8, 0.01), (1e5, 0.02)))
 
 
-@pytest.mark.parametrize(("links", "every"), [((FAST, FAST), None), ((FAST, SLOW), 16), ((SLOW, SLOWEST), 32)])
+@pytest.mark.parametrize(("links", "every"), [
+    ((FAST, FAST), None), ((FAST, SLOW), None), ((SLOW, SLOWER), 16), ((SLOW, SLOWEST), 32),
+])
 def test_slow_exchanges_mean_local_steps_in_fragments(links: tuple[Link, ...], every: int | None) -> None:
-    plan = opening_plan(JOB, START, links)
-    assert (exchange_s(START, links) >= SLOW_S) is (plan is not None)
-    assert (plan and plan.local_steps) == every
-    if plan is not None:
-        assert verify(plan, JOB) == []
-        assert (plan.overlap, plan.fragments, plan.servers) == ("round", plan.local_steps // 2, START.servers)
-        assert {b.codec for b in plan.buckets} == {b.codec for b in START.buckets}
+    assert (exchange_s(START, links) >= STEP_S) is (every is not None)
+    if every is None:
+        assert opening_plan(JOB, START, links, forward=False) is None
+        assert opening_plan(JOB, START, links, forward=True) == structs.replace(START, overlap="forward")
+        return
+    plan = opening_plan(JOB, START, links, forward=False)
+    assert plan is not None
+    assert plan == opening_plan(JOB, START, links, forward=True)
+    assert verify(plan, JOB) == []
+    assert (plan.local_steps, plan.overlap) == (every, "round")
+    assert (plan.fragments, plan.servers) == (every // 2, START.servers)
+    assert {b.codec for b in plan.buckets} == {b.codec for b in START.buckets}
 
 
 def test_an_exchange_sends_and_receives_with_each_codec() -> None:

@@ -15,7 +15,6 @@ from commlayer.engine.model.model_tensors import learning_rate
 from commlayer.engine.model.shard_parameters import local_elements
 from commlayer.optim import OuterSGD, family_of
 
-
 RESTARTED_STEPS = 32
 """Maximum number of a job's first steps whose optimizer state may be dropped."""
 
