@@ -132,7 +132,7 @@ class Doctor:
         yield from nodes.check_distinct(self.nodes)
         yield from nodes.check_links(self.nodes, self.links)
         rates = [link for a, row in enumerate(self.links) for b, link in enumerate(row) if a != b and not isinstance(link, str)]
-        yield from network.check_idle(min(rates, default=math.inf), network.idle_setting())
+        yield from network.check_idle(min(rates, default=math.inf), restarts=network.restarts_idle())
 
 
 CHECKS: tuple[Check[Doctor], ...] = (

@@ -17,11 +17,12 @@ from commlayer.doctor.findings import Finding, fail, failure_from_error, ok, war
 from commlayer.errors import join_names
 from commlayer.records import Record
 from commlayer.transport import own_address
-from commlayer.transport.flow.pacing import SLOW_BPS
 from commlayer.transport.own_address import Interface
 
 CONNECT_S = 3.0
-IDLE = Path("/proc/sys/net/ipv4/tcp_slow_start_after_idle")
+IDLE, CONTROL = (Path("/proc/sys/net/ipv4", name) for name in ("tcp_slow_start_after_idle", "tcp_congestion_control"))
+IDLE_BPS = 20e6
+"""Links of fewer bit/s are checked for slow starts after pauses."""
 NO_LINK = "check cable, Wi-Fi or VPN, and `ip route`"
 INSIDE = ("docker", "br-", "veth", "virbr", "cni", "podman", "lxcbr", "vEthernet")
 """Prefixes of interface names that lead to containers and virtual machines of this machine."""
@@ -133,19 +134,19 @@ def check_reachable(what: str, address: str, problem: str) -> Finding:
     return failure_from_error("port", f"{what} {address} {problem}") if problem else ok("port", f"{what} {address} answers")
 
 
-def idle_setting() -> str:
+def restarts_idle() -> bool:
+    """Returns whether this machine's TCP connections start slowly again after they were idle. They do not under BBR."""
     try:
-        return IDLE.read_text().strip()
+        return IDLE.read_text().strip() == "1" and CONTROL.read_text().strip() != "bbr"
     except OSError:
-        return ""
+        return False
 
 
-def check_idle(bps: float, setting: str) -> Iterator[Finding]:
-    """Checks whether idle TCP connections start slowly again, if the link is slow. `setting`: see `idle_setting`; empty if
-    unknown."""
-    if bps < SLOW_BPS and setting == "1":
-        yield warn("tcp", f"Linux slows down connections that were idle, which can make steps a quarter longer on links below "
-                          f"{SLOW_BPS / 1e6:.0f} Mb/s", f"sysctl -w net.ipv4.{IDLE.name}=0, as root on all machines")
+def check_idle(bps: float, *, restarts: bool) -> Iterator[Finding]:
+    """Checks whether idle TCP connections start slowly again, if the link is slow. `restarts`: see `restarts_idle`."""
+    if bps < IDLE_BPS and restarts:
+        yield warn("tcp", f"Linux slows down connections that were idle, which can make steps 1.7 times as long on links below "
+                          f"{IDLE_BPS / 1e6:.0f} Mb/s", f"sysctl -w net.ipv4.{IDLE.name}=0, as root on all machines")
 
 
 def dial(host: str, number: int, limit_s: float = CONNECT_S, greet: Callable[[socket.socket], None] = ignore) -> str:

@@ -19,7 +19,7 @@ from commlayer.cluster.calls.messages import MAX_STATUS_NBYTES, StatusReply, Sta
 from commlayer.cluster.servers import dialing
 from commlayer.config import Config, host_port, is_loopback
 from commlayer.doctor.findings import Finding, fail, failure_from_error, judge, ok, warn
-from commlayer.doctor.network import check_idle, dial, idle_setting
+from commlayer.doctor.network import check_idle, dial, restarts_idle
 from commlayer.errors import CommError, DeadlineExceeded, PeerLost, RecordError
 from commlayer.records import ServerInfo
 from commlayer.transport import framing, own_address
@@ -102,7 +102,7 @@ class ServerCheck:
         yield judge("link", f"{rate_text(up_bps)} up, {rate_text(down_bps)} down",
                     "stop other traffic; `commlayer plan whatif` shows what this link allows",
                     doubtful=min(up_bps, down_bps) < SLOW_BPS, up_bps=up_bps, down_bps=down_bps)
-        yield from check_idle(min(up_bps, down_bps), idle_setting())
+        yield from check_idle(min(up_bps, down_bps), restarts=restarts_idle())
 
 
 def check_status(address: str, status: StatusReply) -> Finding:

@@ -391,7 +391,7 @@ class StreamTransport:
 
     def pace(self, bps: float) -> None:
         """Sets the measured upload rate of this machine's link in bit/s; 0: unknown. The connections that send large bodies are
-        paced so that together they send at about this rate. On a slow link all connections switch away from BBR."""
+        paced so that together they send at about this rate."""
         self._pacer.follow(bps)
 
     def send(self, peer: int, header: Header, body: memoryview | bytes = b"") -> Handle:

@@ -236,33 +236,6 @@ def test_lower_of_share_and_credit_is_the_cap(pairs: list[tuple[socket.socket, s
     assert cap(a) == pacing.MIN_RATE, "0 would stop it"
 
 
-def control(sock: socket.socket) -> bytes:
-    return sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0")
-
-
-@pytest.mark.parametrize(("bps", "left", "leaves"), [
-    (pacing.SLOW_BPS / 2, True, True), (pacing.SLOW_BPS * 2, True, False),
-    (pacing.SLOW_BPS / 2, False, False)])
-def test_slow_links_switch_to_a_congestion_control_that_keeps_the_rate(
-    pairs: list[tuple[socket.socket, socket.socket]], monkeypatch: pytest.MonkeyPatch, bps: float, left: bool, leaves: bool,
-) -> None:
-    """The machine's own control stands for BBR, which not every kernel has; every kernel has Reno."""
-    (sock, _), (other, _), (late, _) = pairs
-    other.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
-    used, pacer = control(sock), Pacer()
-    monkeypatch.setattr(pacing, "BBR", (used,) if left else ())
-    monkeypatch.setattr(pacing, "INSTEAD_OF_BBR", (b"none of this name", b"reno"))
-    for one in (sock, other):
-        pacer.add(one)
-    assert control(sock) == used, "the link's rate is unknown"
-    pacer.follow(bps)
-    pacer.add(late)
-    assert (control(sock), control(other)) == (b"reno" if leaves else used, b"reno")
-    assert control(late) == control(sock), "a connection that is made later"
-    pacer.begin_share(sock)
-    assert cap(sock) == int(SLACK * bps / 8), "it is paced all the same"
-
-
 def test_data_without_flow_control_get_only_a_part_of_the_link(pairs: list[tuple[socket.socket, socket.socket]]) -> None:
     (ours, theirs), *_ = pairs
     pacer = Pacer()

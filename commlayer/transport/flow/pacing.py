@@ -25,13 +25,6 @@ SO_MAX_PACING_RATE = 47
 """Linux socket option, which has no name in Python."""
 UNLIMITED, MIN_RATE, MAX_RATE = -1, 1 << 12, 2**31 - 1
 """Pacing rates in bytes per second, as the kernel accepts them; 0 would stop a connection."""
-SLOW_BPS = 20e6
-"""If a process's share of the link is below this rate in bit/s, its connections switch away from BBR. Every ten seconds BBR
-probes for the shortest round trip. On a slow link a burst lasts few round trips, so BBR forgets the rate and needs seconds to
-recover."""
-BBR, INSTEAD_OF_BBR = (b"bbr",), (b"cubic", b"reno")
-"""Names of congestion controls in the kernel. The first of INSTEAD_OF_BBR that this process may use replaces BBR."""
-NAME_NBYTES = 16
 
 
 class Pacer:
@@ -41,7 +34,6 @@ class Pacer:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._bps = 0.0
-        self._connections = weakref.WeakSet[socket.socket]()
         self._shares: dict[socket.socket, int] = {}
         self._bounds = weakref.WeakKeyDictionary[socket.socket, int]()
         self._applied = weakref.WeakKeyDictionary[socket.socket, int]()
@@ -51,23 +43,13 @@ class Pacer:
         """Bytes that the link sends in PART_S; MAX_PART_NBYTES if its rate is unknown."""
         return max(MIN_PART_NBYTES, int(self._bps / 8 * PART_S)) if self._bps else MAX_PART_NBYTES
 
-    def add(self, sock: socket.socket) -> None:
-        """Adds a connection that uses the link."""
-        with self._lock:
-            self._connections.add(sock)
-            if 0.0 < self._bps < SLOW_BPS:
-                _leave_bbr(sock)
-
     def follow(self, bps: float) -> None:
-        """Sets the measured upload rate of this machine's link in bit/s, which connections share. If it is slow, connections
-        switch away from BBR. 0: unknown, so connections are not limited to a share."""
+        """Sets the measured upload rate of this machine's link in bit/s, which connections share. 0: unknown, so connections
+        are not limited to a share."""
         with self._lock:
             self._bps = bps if sys.platform == "linux" else 0.0
             for sock in list(self._shares):
                 self._lift(sock)
-            if 0.0 < self._bps < SLOW_BPS:
-                for sock in self._connections:
-                    _leave_bbr(sock)
 
     def begin_share(self, sock: socket.socket) -> None:
         """Divides the link's rate equally among the busy connections. Call this before a large frame is sent."""
@@ -113,14 +95,3 @@ class Pacer:
 
 def _bytes_s(rate: float) -> int:
     return min(MAX_RATE, max(MIN_RATE, int(rate)))
-
-
-def _leave_bbr(sock: socket.socket) -> None:
-    """Switches the connection from BBR to another congestion control, permanently."""
-    for name in INSTEAD_OF_BBR:
-        try:
-            if sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, NAME_NBYTES).rstrip(b"\0") not in BBR:
-                return
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, name)
-        except OSError:
-            pass  # not allowed for this process, or the connection is ending

@@ -23,8 +23,6 @@ class SendControl:
         self._sock = sock
         self._credit = Credit() if pacer is not None and SUPPORTED else None
         self._paced = (pacer, sock) if pacer is not None and isinstance(sock, socket.socket) else None
-        if pacer is not None and isinstance(sock, socket.socket):
-            pacer.add(sock)
 
     @property
     def part_nbytes(self) -> int | None:
