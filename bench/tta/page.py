@@ -8,11 +8,12 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from statistics import median
 
-from bench.paced.race import LATE_PCT
+from bench.paced.race import LATE_PCT, reached
 from bench.report import PAGE, markdown, renewed
 from bench.tta.links import NETWORKS, NO_LINK
-from bench.tta.store import usual
+from bench.tta.store import slow_motion, usual
 from bench.tta.summary import AIMS, Aim, Place, Row, Times, by_place, loss_delta_pct
 from bench.tta.systems import SYSTEMS, shown
 from commlayer.files import write_whole
@@ -90,18 +91,38 @@ def _best(times: Times, place: Place, names: Sequence[str]) -> str:
     return text if len(names) == 1 else f"{text} ({shown(name)})"
 
 
-PARTS: dict[str, Callable[[Sequence[Row]], str]] = {"summary": figures, "overview": overview}
-"""The generated parts of the page."""
+def slow_motion_table(rows: Sequence[Row]) -> str:
+    """A line per task and link: seconds to the middle loss of sync="auto", and of its alternatives with the same seeds."""
+    times = {(row["task"], row["link"], row["system"], row["seed"]): reached(row["curve"], row["targets"][1]) for row in rows}
+    lines = []
+    for task, link in sorted({(row["task"], row["link"]) for row in rows if row["system"] == "auto"},
+                             key=lambda place: (place[0], list(NETWORKS).index(place[1]))):
+        seeds = [seed for *place, seed in times if place == [task, link, "auto"]]
+
+        def seconds(where: str, system: str, *, task: str = task, seeds: Sequence[int] = seeds) -> float:
+            measured = [times[task, where, system, seed] for seed in seeds if (task, where, system, seed) in times]
+            return median(math.inf if s is None else s for s in measured) if measured else math.nan
+
+        ideal_s, auto_s, ddp_s = seconds(NO_LINK, "ideal"), seconds(link, "auto"), seconds(link, "DDP fp16")
+        lines.append([_place(task, link), *(f"{s:.1f}" if math.isfinite(s) else "" for s in (ideal_s, ddp_s, auto_s)),
+                      *(f"{auto_s / s:.2f}" if math.isfinite(auto_s / s) else "" for s in (ideal_s, ddp_s)), str(len(seeds))])
+    return "\n".join(markdown("task, link|one machine, no network:|DDP fp16:|commlayer, `sync=\"auto\"`:|over one machine:"
+                              "|over DDP fp16:|seeds:", lines))
 
 
-def page(text: str, rows: Sequence[Row]) -> str:
-    for name, render in PARTS.items():
-        text = renewed(text, name, render(rows))
+PARTS: dict[str, tuple[Callable[[Sequence[Row]], str], Callable[[], list[Row]]]] = {
+    "summary": (figures, usual), "overview": (overview, usual), "slow-motion": (slow_motion_table, slow_motion)}
+"""The generated parts of the page, and the rows of each."""
+
+
+def page(text: str) -> str:
+    for name, (render, rows) in PARTS.items():
+        text = renewed(text, name, render(rows()))
     return text
 
 
 def main() -> int:
-    write_whole({PAGE: page(PAGE.read_text("utf-8"), usual()).encode()})
+    write_whole({PAGE: page(PAGE.read_text("utf-8")).encode()})
     return 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -36,3 +37,14 @@ def usual(path: Path = KEPT) -> list[dict[str, Any]]:
     """`longest` of the stored rows that were measured in real time and with the usual number of hosts."""
     return longest(row for row in stored(path).rows.values()
                    if all(row.get(name, value) == value for name, value in ADDED_KEYS.items()))
+
+
+SLOW = 3.0
+"""Stretch of the races in slow motion, in which two cores carry four hosts."""
+
+
+def slow_motion(path: Path = KEPT) -> list[dict[str, Any]]:
+    """The newest valid row of each race in slow motion with the usual number of hosts."""
+    rows = [row for row in stored(path).rows.values() if not (row.get("error") or row.get("void"))
+            and (row.get("stretch"), row.get("hosts", RANKS)) == (SLOW, RANKS)]
+    return list({key_of(row | {"seconds": 0.0}): row for row in sorted(rows, key=itemgetter("day"))}.values())

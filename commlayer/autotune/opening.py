@@ -24,10 +24,10 @@ FAR_S = 0.005
 """Links with a round trip of at least this many seconds are far. Nearer links are rarely slow."""
 STEP_S = 0.3
 """Assumed seconds of a step's computing, which is not known yet."""
-EVERY = (8, 16, 32)
+EVERY = (2, 4, 8, 16, 32)
 """Numbers of local steps. The next plan begins when all fragments were exchanged, so more steps would delay it."""
-FRAGMENTS = 16
-"""Maximum number of fragments, of which one is exchanged every two steps or more."""
+FRAGMENTS = 2, 16
+"""Minimum and maximum number of fragments. More than two of them are exchanged every two steps or more."""
 
 
 def exchange_s(plan: Plan, links: Sequence[Link]) -> float:
@@ -44,7 +44,7 @@ def opening_plan(job: Job, plan: Plan, links: Sequence[Link], *, forward: bool) 
     if took_s < STEP_S:
         return structs.replace(plan, overlap="forward") if forward else None
     every = next((every for every in EVERY if every * STEP_S >= took_s), EVERY[-1])
-    largest, fragments = max(plan.buckets, key=attrgetter("numel")), min(FRAGMENTS, every // 2)
+    largest, fragments = max(plan.buckets, key=attrgetter("numel")), min(max(FRAGMENTS[0], every // 2), FRAGMENTS[1])
     layout = default_plan(job, codec=largest.codec, down=largest.down, path="service", servers=plan.servers,
                           ranks_per_node=plan.ranks_per_node, fuse_nbytes=MAX_BUCKET_NBYTES, cut_nbytes=MAX_BUCKET_NBYTES,
                           fragments=fragments)

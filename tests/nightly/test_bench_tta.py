@@ -20,7 +20,7 @@ from bench.tasks import TASKS
 from bench.tta import shown
 from bench.tta.links import NO_LINK, named
 from bench.tta.page import page
-from bench.tta.store import key_of, stored, usual
+from bench.tta.store import key_of, stored
 from bench.tta.summary import summary
 from bench.tta.systems import SYSTEMS
 
@@ -152,7 +152,7 @@ def test_a_store_goes_on_where_it_was(tmp_path: Path) -> None:
 
 def test_the_page_shows_the_kept_rows() -> None:
     text = PAGE.read_text("utf-8")
-    assert text == page(text, usual()), "run `python -m bench.tta.page`"
+    assert text == page(text), "run `python -m bench.tta.page`"
 
 
 def test_a_race_has_more_hosts_only_where_all_are_alike() -> None:

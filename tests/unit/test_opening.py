@@ -12,12 +12,12 @@ from commlayer.planner.data.tables import profile_from_tables
 from commlayer.planner.model import Cluster, LinearCost, Link, Node, Policy, Profile, Question
 from commlayer.planner.plan_rules import verify
 
-FAST, SLOW, SLOWER, SLOWEST = (Link(bps, bps, alpha_s) for bps, alpha_s in (
-    (1e10, 0.002), (4e9, 0.01), (3e8, 0.01), (1e5, 0.02)))
+FAST, SLOW, MIDDLE, SLOWER, SLOWEST = (Link(bps, bps, alpha_s) for bps, alpha_s in (
+    (1e10, 0.002), (4e9, 0.01), (1e9, 0.01), (3e8, 0.01), (1e5, 0.02)))
 
 
 @pytest.mark.parametrize(("links", "every"), [
-    ((FAST, FAST), None), ((FAST, SLOW), None), ((SLOW, SLOWER), 16), ((SLOW, SLOWEST), 32),
+    ((FAST, FAST), None), ((FAST, SLOW), None), ((FAST, MIDDLE), 4), ((SLOW, SLOWER), 16), ((SLOW, SLOWEST), 32),
 ])
 def test_slow_exchanges_mean_local_steps_in_fragments(links: tuple[Link, ...], every: int | None) -> None:
     assert (exchange_s(START, links) >= STEP_S) is (every is not None)
