@@ -506,7 +506,7 @@ def returning(rank: int, address: str, way: str, steps: int, script: bool) -> di
     training.train(3)
     training.session.flush()
     states = training.optimizer.state_dict()["state"]
-    results["states"] = [value for entry in states.values() for value in entry.values() if isinstance(value, torch.Tensor)]
+    results["states"] = [value for number in sorted(states) for value in states[number].values()]
     results["rows"] = training.tensors(buffers=False)
     training.session.close()
     return results
