@@ -329,7 +329,7 @@ class JobActions:
         def found(links: Sequence[Link]) -> Candidate:
             inputs = Question(measurements.job, self._cluster(links, measurements), profile, policy)
             order = SearchOrder(current, request.known, server_nodes, inputs,
-                                measurements.step_s, self._contention, current.steps_locally and context.stays_apart(),
+                                measurements.step_s, self._contention, context.stays_apart(current.local_steps),
                                 allowed.suggests, allowed.young)
             candidate, self._contention, self._elsewhere_bps = self._process.search(order)
             return candidate

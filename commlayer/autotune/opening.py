@@ -1,8 +1,8 @@
 """The plan of the first steps, as pure functions.
 
 Before the first step only the links are known, not how long a step computes. Local steps wait for no exchange until a plan is
-found, but bring little progress: training begins with them if an exchange over far links takes as long as the computing of a
-usual step. Otherwise gradients are averaged, and results may arrive during the next forward pass. Over near links, which are
+found, but bring little progress: training begins with them if an exchange over far links takes at least STEP_S. Otherwise
+gradients are averaged, and results may arrive during the next forward pass. Over near links, which are
 mostly fast, training begins with compression only if it makes an exchange faster.
 """
 
@@ -25,9 +25,10 @@ FAR_S = 0.005
 STEP_S = 0.3
 """Assumed seconds of a step's computing, which is not known yet."""
 EVERY = (2, 4, 8, 16, 32)
-"""Numbers of local steps. The next plan begins when all fragments were exchanged, so more steps would delay it."""
-FRAGMENTS = 2, 16
-"""Minimum and maximum number of fragments. More than two of them are exchanged every two steps or more."""
+"""Numbers of local steps. The next plan of local steps begins when all fragments were exchanged, so more steps would delay it.
+"""
+LEAST_FRAGMENTS, MOST_FRAGMENTS = 2, 16
+"""Minimum and maximum number of fragments. If there are more than two, one is exchanged every two steps or more."""
 
 
 def exchange_s(plan: Plan, links: Sequence[Link]) -> float:
@@ -44,7 +45,7 @@ def opening_plan(job: Job, plan: Plan, links: Sequence[Link], *, forward: bool) 
     if took_s < STEP_S:
         return structs.replace(plan, overlap="forward") if forward else None
     every = next((every for every in EVERY if every * STEP_S >= took_s), EVERY[-1])
-    largest, fragments = max(plan.buckets, key=attrgetter("numel")), min(max(FRAGMENTS[0], every // 2), FRAGMENTS[1])
+    largest, fragments = max(plan.buckets, key=attrgetter("numel")), min(max(LEAST_FRAGMENTS, every // 2), MOST_FRAGMENTS)
     layout = default_plan(job, codec=largest.codec, down=largest.down, path="service", servers=plan.servers,
                           ranks_per_node=plan.ranks_per_node, fuse_nbytes=MAX_BUCKET_NBYTES, cut_nbytes=MAX_BUCKET_NBYTES,
                           fragments=fragments)

@@ -234,7 +234,7 @@ def _another(state: TuningState, step_s: float) -> Decided:
     for place, other in enumerate(others):
         most = 1 + PLAIN if other.dense else LEAVES
         if other.runnable == state.plan or (state.plan.steps_locally and not other.plan.steps_locally):
-            continue  # a plan priced for averaged gradients would run with local optimizer states
+            continue  # a plan priced for averaged gradients might run with local optimizer states
         if state.basis is None or _factor_too_large(other, state.steps):
             continue
         if other.plan.step_s * other.steps <= most * step_s * state.steps:

@@ -18,7 +18,7 @@ from commlayer.autotune.measure.probes import (
     BUSY,
     DRAINED,
     FAST_BPS,
-    OPENING,
+    SENDING,
     SeenTraffic,
     communication_bound,
     find_limiting_rates,
@@ -69,7 +69,7 @@ def test_nodes_send_probes_in_sequence_within_the_time(
 ) -> None:
     turns, turn_s = plan_probe_turns(nodes, 1.28, round_trip_s, everywhere=everywhere)
     assert turns == wanted
-    least_s = (OPENING + DRAINED) * round_trip_s
+    least_s = (SENDING + DRAINED) * round_trip_s
     assert turn_s >= least_s, "windows open, and bytes in flight arrive"
     assert 2 * turns * turn_s == pytest.approx(max(1.28, 2 * turns * least_s)), "however many nodes"
 

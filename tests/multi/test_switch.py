@@ -533,6 +533,26 @@ def test_first_local_steps_end_in_averaged_gradients_with_restarted_optimizers(
     assert equal is averages
 
 
+def returning_on_one(rank: int, address: str) -> tuple[str, bool]:
+    training = Training(rank, address, "every", optimizer="adamw")
+    training.train(4)
+    if rank:
+        training.connection.memory.restart()  # once only
+    with pytest.raises(ValueError) as caught:
+        automatic.switch(training.connection, sync_modes.plan(training.connection.worker.job, "gradients"), by_itself=True)
+    training.train(4)
+    local = training.session.inspect.plan.steps_locally
+    training.session.close()
+    return str(caught.value), local
+
+
+def test_first_local_steps_continue_unless_all_optimizers_can_restart() -> None:
+    with Servers(WORLD, 1) as servers:
+        for text, local in pool(WORLD).call(returning_on_one, servers.address):
+            assert re.search("rank 1.*E-PLAN-SWITCH", text)
+            assert local
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize(("optimizer", "how"), [("momentum", ""), ("adamw", ""), ("adamw", "ddp")])
 def test_deltas_stay_compressed_once_optimizer_states_differ(optimizer: str, how: str) -> None:

@@ -30,15 +30,16 @@ SHORTER, LONGER = 0.5, 10.0
 """The rates of the last run hold if the round trip is between SHORTER and LONGER times that of the last run."""
 NEAREST_S = 0.001
 """Shorter round trips, in seconds, count as this long there, since busy machines answer later."""
-OPENING = 7
-"""Round trips of a probe's turn in which data is sent. In the first four or five, TCP windows open: they double in each, from
-14 kB a connection. The last ones show the rate."""
+SENDING = 7
+"""Round trips of a probe's turn in which data is sent. TCP windows double in each, from 14 kB a connection. On links of up to
+about 100 Mb/s they open in the first four or five, and the last ones show the rate."""
 DRAINED = 3
-"""Round trips at the end of a probe's turn, in which sent data arrives. The rest arrives while the next senders' windows
-open."""
+"""Round trips at the end of a probe's turn, in which sent data arrives. The rest arrives while the windows of
+the next turn open."""
 LEAST_TURNS, FEW_SERVERS_TURNS = 1, 4
 """Minimum number of turns per direction: if all nodes have servers, and if fewer do. Where all have servers, each node may send
-to all others at once, because each receives as much as it sends. With fewer servers, senders would share them."""
+to all others at once, because each receives as much as it sends. The download then counts as no faster than the others'
+uploads. With fewer servers, senders would share them."""
 LONGEST_S = 0.3
 """Longest round trip, in seconds, that turns allow for. With longer round trips probes measure little, and only the traffic of
 steps shows the rate."""
@@ -171,9 +172,10 @@ def find_limiting_rates(seen: SeenTraffic | None, steps_s: float, round_trip_s: 
 
 
 def plan_probe_turns(nodes: int, budget_s: float, round_trip_s: float, *, everywhere: bool = True) -> tuple[int, float]:
-    """Returns the number of turns per direction, and seconds per turn; as many turns as the time allows. Nodes that send in
-    the same turn share servers, so each measures only a part of its rate. `everywhere`: True: all nodes have servers."""
-    least_s = (OPENING + DRAINED) * round_trip_s
+    """Returns the number of turns per direction, and seconds per turn; as many turns as the time allows. If only some nodes
+    have servers, nodes that send in the same turn share them, so each measures only a part of its rate. `everywhere`: True: all
+    nodes have servers."""
+    least_s = (SENDING + DRAINED) * round_trip_s
     turns = min(nodes, max(LEAST_TURNS if everywhere else FEW_SERVERS_TURNS, int(budget_s / 2 / least_s)))
     return turns, max(budget_s / 2 / turns, least_s)
 

@@ -224,8 +224,10 @@ def _choose_sync_mode(question: Question, current: Plan, *, apart: bool, suggest
 
     averaged = searched.best(exact=True)
     if apart:
-        plan = with_explanation(averaged if policy.exact else searched.best(exact=False, averages=False))
-        return BestPlan(plan if plan.steps_locally else _convert_to_updates(plan, question))
+        local = averaged if policy.exact else searched.best(exact=False, averages=False)
+        if not local.plan.steps_locally or estimate_factor(timed(local), question) >= MOST_STEPS:
+            return BestPlan(_convert_to_updates(with_explanation(averaged), question))
+        return BestPlan(with_explanation(local))
     plain = timed(averaged)
     plain_s = plain.step_s * estimate_factor(plain, question)
     enough = SOONER if policy.exact else LEAVES

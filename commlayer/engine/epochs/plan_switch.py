@@ -33,8 +33,8 @@ def switch(context: DistributedJob, plan: Plan | None, *, by_itself: bool = Fals
     the script `requested` is repeated with the remaining ranks. From then on the remaining ranks complete the switch.
 
     `by_itself`: True if the script did not request exactly this plan. Parts of the plan that are impossible after local steps
-    are then left out. From the local steps with which a job began, a return to averaged gradients restarts the optimizers, so
-    nothing is left out. Between two plans of local steps, remaining steps are then exchanged under the new plan; until then
+    are then left out. If local steps end among the job's first steps, the optimizers restart instead, and the plan is used
+    unchanged. Between two plans of local steps, remaining steps are then exchanged under the new plan; until then
     weights can differ between ranks.
     """
     former = context.uplink.epoch.members
@@ -78,9 +78,14 @@ def _prepare(context: DistributedJob, plan: Plan | None, *, by_itself: bool, aga
         lambda: encode_lowered_plan(context.site.shards.cut(
             with_modes(_checked(plan), context.terms.requested), old.job,
             {*map(len, groups.sites), *context.members.joining_sizes})), context.rank)
-    rows = _check_equal_rows(context, old, groups, len(offer.data), restarts=by_itself and context.can_restart_optimizer)
+    rows = _check_equal_rows(context, old, groups, len(offer.data), restarts=by_itself and context.can_restart_optimizer())
     agreed = plan_in(offer.taken(groups.share_bytes(offer.data, MAX_PLAN_NBYTES, "a plan", rows[0].plan_nbytes)))
     note, returns = "", old.plan.steps_locally and not agreed.steps_locally
+    restarting = [row.memory == RESTARTS for row in rows]
+    if returns and any(restarting) and not all(restarting):
+        unlike = context.called(restarting.index(False))
+        raise InvalidInput("E-PLAN-SWITCH", f"plan: it averages gradients, but the optimizer of {unlike} cannot restart: its "
+                                            "state is older than the job's first steps")
     if returns and len({row.memory for row in rows}) > 1:
         agreed, note = _updates_still(agreed, by_itself=by_itself)
     # Under another automatic plan of local steps, the steps so far belong to its first exchange.
@@ -92,8 +97,7 @@ def _prepare(context: DistributedJob, plan: Plan | None, *, by_itself: bool, aga
                                             "outer=OuterSGD()) to attach()")
         context.check_plan(agreed)
     new = context.worker_for(agreed, old.job, old.device, old.now.generation + 1)
-    restarts = returns and not agreed.steps_locally and rows[0].memory == RESTARTS
-    return _Prepared(new, context.all_undone(old.roll_back()), note, restarts)
+    return _Prepared(new, context.all_undone(old.roll_back()), note, returns and all(restarting))
 
 
 def _complete(context: DistributedJob, prepared: _Prepared) -> None:
@@ -164,6 +168,10 @@ class Recut(Component):
             self.end_step()
 
 
+RESTARTS = -1
+"""Stands for the digest of an optimizer state that may be dropped; no digest is negative."""
+
+
 class _RankRow(NamedTuple):
     """State of a rank that all ranks compare before a switch. All values are in one row, because each exchange of rows takes a
     round trip of the link."""
@@ -173,11 +181,7 @@ class _RankRow(NamedTuple):
     """Number of local steps since the last exchange."""
     plan_nbytes: int
     memory: int
-    """Digest of the optimizer's state. Ranks with equal digests stay equal under equal gradients. RESTARTS: the optimizer may
-    restart without a state."""
-
-
-RESTARTS = -1
+    """Digest of the optimizer's state, or RESTARTS. Ranks with equal digests stay equal under equal gradients."""
 
 
 def _check_equal_rows(

@@ -385,14 +385,14 @@ class DistributedJob(JobContext):
         """Returns True if local steps have left the optimizers in different states on different ranks."""
         return self.local is not None and self.memory.has_optimizer_state
 
-    @property
-    def can_restart_optimizer(self) -> bool:
-        """True: a return to averaged gradients drops the optimizer's state, which contains only the job's first steps."""
-        return self.local is not None and self.memory.can_restart(self.passes)
+    def can_restart_optimizer(self, ahead: int = 0) -> bool:
+        """Returns True if the automatic plan's return to averaged gradients, `ahead` steps from now, may drop this rank's
+        optimizer state, because it contains only the job's first steps."""
+        return self.local is not None and self.memory.can_restart(self.passes + ahead)
 
-    def stays_apart(self) -> bool:
-        """Returns True if the optimizers' states exclude a return to averaged gradients."""
-        return self.stepped_apart() and not self.can_restart_optimizer
+    def stays_apart(self, ahead: int = 0) -> bool:
+        """Returns True if the optimizers' states exclude a return to averaged gradients `ahead` steps from now."""
+        return self.stepped_apart() and not self.can_restart_optimizer(ahead)
 
     def metrics(self) -> dict[str, float]:
         resumed = self.uplink.transport

@@ -44,7 +44,9 @@ class OptimizerMemory:
 
     def begin_local_steps(self) -> None:
         """Called before the optimizer's first local step."""
-        self._began_empty = not self.has_optimizer_state
+        # Other packages' optimizers may keep a part of their state elsewhere, such as counters in `param_groups`.
+        of_torch = type(self._optimizer).__module__.startswith("torch.optim.")
+        self._began_empty = of_torch and not self.has_optimizer_state
 
     def can_restart(self, steps: int) -> bool:
         """Returns True if the state may be dropped after this many steps of the job, because it contains only these steps."""
@@ -52,6 +54,7 @@ class OptimizerMemory:
 
     def restart(self) -> None:
         """Drops the optimizer's state, which its next step creates again. Learning rates stay."""
+        self._began_empty = False
         for p in self._parameters:
             self._optimizer.state.pop(p, None)
 
