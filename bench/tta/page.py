@@ -8,9 +8,8 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from statistics import median
 
-from bench.paced.race import LATE_PCT, reached
+from bench.paced.race import LATE_PCT
 from bench.report import PAGE, markdown, renewed
 from bench.tta.links import NETWORKS, NO_LINK
 from bench.tta.store import slow_motion, usual
@@ -72,11 +71,9 @@ def _seeds(count: int) -> str:
 
 def overview(rows: Sequence[Row]) -> str:
     """A line per task and link with sync="auto" and its alternatives."""
-    times, links = Times(rows), list(NETWORKS)
+    times = Times(rows)
     columns = ["ideal"], ["alone"], ["DDP fp16"], RIVALS, FIXED, ["auto"]
-    places = sorted(times.places(), key=lambda place: (place[0], links.index(place[1])))
-    lines = [[_place(*place), *(_best(times, place, names) for names in columns)]
-             for place in places if times.of(*place, "auto")]
+    lines = [[_place(*place), *(_best(times, place, names) for names in columns)] for place in _places(times)]
     return "\n".join(markdown("task, link|one machine, no network:|each host alone:|DDP fp16:|best of the others:"
                               "|commlayer, a fixed plan:|commlayer, `sync=\"auto\"`:", lines))
 
@@ -92,24 +89,25 @@ def _best(times: Times, place: Place, names: Sequence[str]) -> str:
 
 
 def slow_motion_table(rows: Sequence[Row]) -> str:
-    """A line per task and link: seconds to the middle loss of sync="auto", and of its alternatives with the same seeds."""
-    times = {(row["task"], row["link"], row["system"], row["seed"]): reached(row["curve"], row["targets"][1]) for row in rows}
+    """A line per task and link: the newest races of sync="auto" in slow motion, and its alternatives with the same seeds."""
     lines = []
-    for task, link in sorted({(row["task"], row["link"]) for row in rows if row["system"] == "auto"},
-                             key=lambda place: (place[0], list(NETWORKS).index(place[1]))):
-        seeds = [seed for *place, seed in times if place == [task, link, "auto"]]
-
-        def seconds(where: str, system: str, *, task: str = task, seeds: Sequence[int] = seeds) -> float:
-            measured = [times[task, where, system, seed] for seed in seeds if (task, where, system, seed) in times]
-            return median(math.inf if s is None else s for s in measured) if measured else math.nan
-
-        ideal_s, auto_s, ddp_s = seconds(NO_LINK, "ideal"), seconds(link, "auto"), seconds(link, "DDP fp16")
-        longest_s = max(row["seconds"] for row in rows if (row["task"], row["link"], row["system"]) == (task, link, "auto"))
-        lines.append([_place(task, link), *("" if math.isnan(s) else f"{s:.1f}" if math.isfinite(s) else f"above {longest_s:g}"
-                                            for s in (ideal_s, ddp_s, auto_s)),
-                      *(f"{auto_s / s:.2f}" if math.isfinite(auto_s / s) else "" for s in (ideal_s, ddp_s)), str(len(seeds))])
+    for place in _places(all_times := Times(rows)):
+        day = max(row["day"] for row in all_times.of(*place, "auto"))
+        autos = [row for row in all_times.of(*place, "auto") if row["day"] == day]
+        seeds = {row["seed"] for row in autos}
+        times = Times([*autos, *(row for row in rows if row["system"] != "auto" and row["seed"] in seeds)])
+        ratios = [times.ratio(*place, "auto", name) for name in ("ideal", "DDP fp16")]
+        lines.append([_place(*place), *(_best(times, place, [name]) for name in ("ideal", "DDP fp16", "auto")),
+                      *("" if r is None else f"{r:.2f}" if math.isfinite(r) else "-" for r in ratios), str(len(seeds)), day])
     return "\n".join(markdown("task, link|one machine, no network:|DDP fp16:|commlayer, `sync=\"auto\"`:|over one machine:"
-                              "|over DDP fp16:|seeds:", lines))
+                              "|over DDP fp16:|seeds:|measured", lines))
+
+
+def _places(times: Times) -> list[Place]:
+    """The tasks and links on which sync="auto" was measured."""
+    links = list(NETWORKS)
+    return sorted((place for place in times.places() if times.of(*place, "auto")),
+                  key=lambda place: (place[0], links.index(place[1])))
 
 
 PARTS: dict[str, tuple[Callable[[Sequence[Row]], str], Callable[[], list[Row]]]] = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,9 @@ KEY = ("task", "link", "system", "seed", "seconds", "data")
 ADDED_KEYS = {"stretch": 1.0, "hosts": RANKS}
 """Keys that were added later, and the value of rows without them. Rows with equal values of all keys are the same
 measurement."""
+
+SLOW = 3.0
+"""Stretch of the races in slow motion."""
 
 
 def key_of(row: dict[str, Any]) -> tuple[Any, ...]:
@@ -39,12 +41,7 @@ def usual(path: Path = KEPT) -> list[dict[str, Any]]:
                    if all(row.get(name, value) == value for name, value in ADDED_KEYS.items()))
 
 
-SLOW = 3.0
-"""Stretch of the races in slow motion, in which two cores carry four hosts."""
-
-
 def slow_motion(path: Path = KEPT) -> list[dict[str, Any]]:
-    """The newest valid row of each race in slow motion with the usual number of hosts."""
-    rows = [row for row in stored(path).rows.values() if not (row.get("error") or row.get("void"))
+    """All valid rows in slow motion with the usual number of hosts."""
+    return [row for row in stored(path).rows.values() if not (row.get("error") or row.get("void"))
             and (row.get("stretch"), row.get("hosts", RANKS)) == (SLOW, RANKS)]
-    return list({key_of(row | {"seconds": 0.0}): row for row in sorted(rows, key=itemgetter("day"))}.values())
