@@ -498,16 +498,17 @@ def returning(rank: int, address: str, way: str, steps: int, script: bool) -> di
     training = Training(rank, address, "every", optimizer="adamw", drift="end", drift_steps=2)
     training.train(steps)
     memory, rates = training.connection.memory, [group["lr"] for group in training.optimizer.param_groups]
-    kept = memory.has_optimizer_state
+    before = memory.has_optimizer_state
     automatic.switch(training.connection, sync_modes.plan(training.connection.worker.job, way, training.codec),
                      by_itself=not script)
-    results = {"kept": kept, "left": memory.has_optimizer_state, "plan": training.session.inspect.plan,
+    results = {"state before": before, "state after": memory.has_optimizer_state, "plan": training.session.inspect.plan,
                "rates": rates == [group["lr"] for group in training.optimizer.param_groups]}
     training.train(3)
     training.session.flush()
     states = training.optimizer.state_dict()["state"]
     results["states"] = [value for number in sorted(states) for value in states[number].values()]
     results["rows"] = training.tensors(buffers=False)
+    results["said"] = training.session.inspect.decisions()
     training.session.close()
     return results
 
@@ -523,9 +524,10 @@ def test_first_local_steps_end_in_averaged_gradients_with_restarted_optimizers(
         first, second = pool(WORLD).call(returning, servers.address, way, steps, script)
     assert first["plan"].synchronous is averages
     assert first["plan"].overlap == ("forward" if way == "forward" else "")
+    assert any("start again" in line for line in first["said"]) is averages
     for result in (first, second):
-        assert result["kept"]
-        assert result["left"] is not averages
+        assert result["state before"]
+        assert result["state after"] is not averages
         assert result["rates"]
     for mine, theirs in zip(first["rows"], second["rows"], strict=True):
         assert torch.equal(mine, theirs)

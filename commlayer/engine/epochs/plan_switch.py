@@ -34,8 +34,8 @@ def switch(context: DistributedJob, plan: Plan | None, *, by_itself: bool = Fals
 
     `by_itself`: True if the script did not request exactly this plan. Parts of the plan that are impossible after local steps
     are then left out. If local steps end among the job's first steps, the optimizers restart instead, and the plan is used
-    unchanged. Between two plans of local steps, remaining steps are then exchanged under the new plan; until then
-    weights can differ between ranks.
+    unchanged. Between two plans of local steps, remaining steps are then exchanged under the new plan; until then weights can
+    differ between ranks.
     """
     former = context.uplink.epoch.members
 
@@ -97,7 +97,11 @@ def _prepare(context: DistributedJob, plan: Plan | None, *, by_itself: bool, aga
                                             "outer=OuterSGD()) to attach()")
         context.check_plan(agreed)
     new = context.worker_for(agreed, old.job, old.device, old.now.generation + 1)
-    return _Prepared(new, context.all_undone(old.roll_back()), note, returns and all(restarting))
+    restarts = returns and all(restarting)
+    if restarts and context.memory.has_optimizer_state:
+        note = (f"the optimizers start again without a state: after {context.passes} local steps their states differ between "
+                "ranks, and averaged gradients need equal ones")
+    return _Prepared(new, context.all_undone(old.roll_back()), note, restarts)
 
 
 def _complete(context: DistributedJob, prepared: _Prepared) -> None:
