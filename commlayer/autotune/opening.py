@@ -2,8 +2,8 @@
 
 Before the first step only the links are known, not how long a step computes. Local steps wait for no exchange until a plan is
 found, but bring little progress: training begins with them if an exchange over far links takes at least STEP_S. Otherwise
-gradients are averaged, and results may arrive during the next forward pass. Over near links, which are
-mostly fast, training begins with compression only if it makes an exchange faster.
+gradients are averaged, and results may arrive during the next forward pass. Over near links, which are mostly fast, training
+begins with compression only if it makes an exchange faster.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ FAR_S = 0.005
 STEP_S = 0.3
 """Assumed seconds of a step's computing, which is not known yet."""
 EVERY = (2, 4, 8, 16, 32)
-"""Numbers of local steps. The next plan of local steps begins when all fragments were exchanged, so more steps would delay it.
-"""
+"""Possible numbers of local steps. A next plan of local steps begins when all fragments were exchanged, so few are better."""
 LEAST_FRAGMENTS, MOST_FRAGMENTS = 2, 16
 """Minimum and maximum number of fragments. If there are more than two, one is exchanged every two steps or more."""
 

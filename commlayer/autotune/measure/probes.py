@@ -34,8 +34,8 @@ SENDING = 7
 """Round trips of a probe's turn in which data is sent. TCP windows double in each, from 14 kB a connection. On links of up to
 about 100 Mb/s they open in the first four or five, and the last ones show the rate."""
 DRAINED = 3
-"""Round trips at the end of a probe's turn, in which sent data arrives. The rest arrives while the windows of
-the next turn open."""
+"""Round trips at the end of a probe's turn, in which sent data arrives. The rest arrives while the windows of the
+next turn open."""
 LEAST_TURNS, FEW_SERVERS_TURNS = 1, 4
 """Minimum number of turns per direction: if all nodes have servers, and if fewer do. Where all have servers, each node may send
 to all others at once, because each receives as much as it sends. The download then counts as no faster than the others'

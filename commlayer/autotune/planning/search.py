@@ -222,12 +222,12 @@ def _choose_sync_mode(question: Question, current: Plan, *, apart: bool, suggest
     def with_explanation(option: PricedPlan) -> Plan:
         return _with_ratios(searched.with_explanation(option), current)
 
-    averaged = searched.best(exact=True)
     if apart:
-        local = averaged if policy.exact else searched.best(exact=False, averages=False)
-        if not local.plan.steps_locally or estimate_factor(timed(local), question) >= MOST_STEPS:
-            return BestPlan(_convert_to_updates(with_explanation(averaged), question))
-        return BestPlan(with_explanation(local))
+        local = searched.best(exact=policy.exact, averages=policy.exact)
+        if local.plan.steps_locally and estimate_factor(timed(local), question) < MOST_STEPS:
+            return BestPlan(with_explanation(local))
+        return BestPlan(_convert_to_updates(with_explanation(searched.best(exact=True)), question))
+    averaged = searched.best(exact=True)
     plain = timed(averaged)
     plain_s = plain.step_s * estimate_factor(plain, question)
     enough = SOONER if policy.exact else LEAVES
