@@ -122,6 +122,8 @@ class PlanningProcess:
 def main() -> None:
     """Entry point of the child: runs the order on standard input."""
     os.nice(NICE)
+    with contextlib.suppress(OSError):  # the kernel may divide the CPU among sessions, and this process has one of its own
+        Path("/proc/self/autogroup").write_text(str(NICE))
     threading.Thread(target=_follow, args=(os.getppid(),), daemon=True).start()
     out = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # print output must not mix with results
