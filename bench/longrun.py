@@ -129,7 +129,7 @@ def cases(
 def local_variants(dense: Variant) -> list[Variant]:
     """Local steps with the outer optimizer of the rule, the most telling first. The last ones overlap the exchange."""
     variant = structs.replace(dense, codec="int4()", codes="updates")
-    overlapped = ((2, 2), (4, 4), (8, 1), (8, 2), (8, 4), (8, 8), (32, 1), (32, 4), (32, 8))
+    overlapped = ((1, 1), (2, 2), (4, 4), (8, 1), (8, 2), (8, 4), (8, 8), (32, 1), (32, 4), (32, 8))
     return [*(structs.replace(variant, every=every) for every in (32, 128, 8, 2, 4)),
             *(structs.replace(variant, overlap="round", every=every, fragments=parts) for every, parts in overlapped)]
 

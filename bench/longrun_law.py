@@ -81,15 +81,17 @@ def covers(law: LongRunLaw, one: Training) -> bool:
 
 
 def _fit_late(law: LongRunLaw, known: Sequence[Training]) -> float:
-    """The median of what overlapped trainings lost in addition to the blocking ones with as many local steps. A training with F
-    fragments weighs F^-1.5, because its difference is multiplied by F^1.5."""
+    """The median of what explains how much more overlapped trainings lost than blocking ones with as many local steps. A
+    training weighs as much as it changes the logarithm of the law's steps."""
     blocking = {one._replace(training="", factor=0.0): one.factor for one in known if not one.fragments}
     lates = []
     for one in known:
-        if one.fragments and (other := blocking.get(one._replace(training="", fragments=0, factor=0.0))):
+        other = 1.0 if one.every == 1 else blocking.get(one._replace(training="", fragments=0, factor=0.0))
+        if one.fragments and other:
             thirty = log_factor(law, one._replace(every=30, fragments=0))
-            weight = math.pow(one.fragments, -1.5)
-            lates.append((math.log(one.factor / other) / thirty / weight, weight))
+            own, late = (one.every + 1) / 2, one.every / one.fragments
+            longer = math.expm1(math.log(one.factor / other) * math.log(15.5) / thirty)
+            lates.append((longer * own / late, late / own))
     lates.sort()
     sums = list(accumulate(weight for _, weight in lates))
     return round(next((late for (late, _), so_far in zip(lates, sums, strict=True) if so_far >= sums[-1] / 2), 0.0), 2)

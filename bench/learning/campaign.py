@@ -55,6 +55,7 @@ SECOND: tuple[dict[str, Any], ...] = (
     {"codec": TOP(0.01), "every": 4, "overlap": "round"},
     {"every": 4, "overlap": "round"},
     {"codec": INT4, "codes": "updates", "overlap": "round"},
+    {"codes": "updates", "overlap": "round"},
     {"codec": "qsgd()"},
     {"codec": "bf16()"},
     {"codec": "randomk(ratio=0.1)"},

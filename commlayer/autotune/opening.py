@@ -1,9 +1,9 @@
 """The plan of the first steps, as pure functions.
 
-Before the first step only the links are known, not how long a step computes. Local steps wait for no exchange until a plan is
-found, but bring little progress: training begins with them if an exchange over far links takes at least STEP_S. Otherwise
-gradients are averaged, and results may arrive during the next forward pass. Over near links, which are mostly fast, training
-begins with compression only if it makes an exchange faster.
+Before the first step only the links are known, not how long a step computes. Over far links, training begins with overlapped
+local steps, as few as the links allow: they wait for no exchange until a plan is found. If an exchange takes less than
+SHORT_S, gradients are averaged instead, and results arrive during the next forward pass. Over near links, which are mostly
+fast, training begins with compression only if it makes an exchange faster.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from commlayer.records import MAX_BUCKET_NBYTES, Job, Plan, Timing
 
 FAR_S = 0.005
 """Links with a round trip of at least this many seconds are far. Nearer links are rarely slow."""
-STEP_S = 0.3
-"""Assumed seconds of a step's computing, which is not known yet."""
-EVERY = (2, 4, 8, 16, 32)
+STEP_S, SHORT_S = 0.6, 0.1
+"""Assumed seconds of a step's computing, which is not known yet, and of an exchange that costs less than local steps do."""
+EVERY = (1, 2, 4, 8, 16, 32)
 """Possible numbers of local steps. A next plan of local steps begins when all fragments were exchanged, so few are better."""
 LEAST_FRAGMENTS, MOST_FRAGMENTS = 2, 16
 """Minimum and maximum number of fragments. If there are more than two, one is exchanged every two steps or more."""
@@ -41,7 +41,7 @@ def opening_plan(job: Job, plan: Plan, links: Sequence[Link], *, forward: bool) 
     """Returns a plan of overlapped local steps with the codecs of `plan`. If exchanges over these links are fast, returns
     `plan` with results during the next forward pass; None if the job does not allow that (`forward`)."""
     took_s = exchange_s(plan, links)
-    if took_s < STEP_S:
+    if took_s < SHORT_S:
         return structs.replace(plan, overlap="forward") if forward else None
     every = next((every for every in EVERY if every * STEP_S >= took_s), EVERY[-1])
     largest, fragments = max(plan.buckets, key=attrgetter("numel")), min(max(LEAST_FRAGMENTS, every // 2), MOST_FRAGMENTS)
@@ -49,6 +49,7 @@ def opening_plan(job: Job, plan: Plan, links: Sequence[Link], *, forward: bool) 
                           ranks_per_node=plan.ranks_per_node, fuse_nbytes=MAX_BUCKET_NBYTES, cut_nbytes=MAX_BUCKET_NBYTES,
                           fragments=fragments)
     return structs.replace(layout, hosts=plan.hosts, ratio_over=plan.ratio_over, local_steps=every, overlap="round",
+                           codes="updates" if every == 1 else plan.codes,
                            fragments=most_fragments(fragments, every, len(layout.buckets)))
 
 

@@ -13,7 +13,7 @@ HINTED_S = 1.0
 """First interval in seconds between probes after a hint that links are faster."""
 COST_MOST = 0.02
 """Largest fraction of the time that probes without a hint may take."""
-EXPECTED_S, EXPECTED_TRIPS = 1.5, 20
+EXPECTED_S, EXPECTED_TRIPS = 1.5, 45
 """Assumed duration of a probe before the first probe is measured: the maximum of this many seconds and this many round
 trips."""
 

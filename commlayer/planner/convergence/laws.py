@@ -60,8 +60,7 @@ class LongRunLaw(NamedTuple):
     part min(1, realised (N / 1e6)^growth), for N parameters. H local steps lose the part min(1, lost ln(1 + (H - 1) / 2)
     / ln 15.5) of it, so no number of local steps takes longer than one worker alone. (H - 1) / 2 is the mean number of its own
     steps that a worker has taken since the last exchange, and 15.5 belongs to 30 local steps, so these lose the part `lost`.
-    If the exchange is overlapped, its result is merged late. If the whole model is merged late, the cost increases by `late`
-    times the cost of 30 local steps. Merging it in F fragments adds F^-1.5 of that.
+    An overlapped exchange of F fragments is merged H / F steps late, and these steps count `late` times as much.
 
     The trainings have 2 to 8 workers; for more, costs are extrapolated. `python -m bench longrun-law` has the fit, and its
     error on each task when the fit omits that task.
@@ -76,14 +75,14 @@ class LongRunLaw(NamedTuple):
         return float(min(1.0, self.realised * (numel / 1e6) ** self.growth))
 
     def lost_part(self, every: float, fragments: int = 0) -> float:
-        return min(1.0, self.lost * (math.log((every + 1) / 2) / math.log(15.5) + self.late_merge(fragments)))
+        return min(1.0, self.lost * math.log((self.as_blocking(every, fragments) + 1) / 2) / math.log(15.5))
 
-    def late_merge(self, fragments: int) -> float:
-        """Additional cost of an overlapped exchange, relative to 30 local steps. 0 fragments: the exchange blocks."""
-        return self.late * math.pow(fragments, -1.5) if fragments else 0.0
+    def as_blocking(self, every: float, fragments: int) -> float:
+        """Number of local steps that cost as much if their exchange blocks. 0 fragments: it blocks already."""
+        return every * (1 + 2 * self.late / fragments) if fragments else every
 
 
-LONG_RUNS, LONG_RUNS_HIGH = LongRunLaw(0.74, 0.14, 0.4, 0.34), LongRunLaw(0.74, 0.14, 0.46, 0.49)
+LONG_RUNS, LONG_RUNS_HIGH = LongRunLaw(0.74, 0.14, 0.4, 0.43), LongRunLaw(0.74, 0.14, 0.46, 0.72)
 """Median law, and the cautious law: at least 80 % of the trainings need at most its factor."""
 
 
@@ -143,9 +142,7 @@ def local_step_excess(recipe: Recipe) -> Excess:
     logs = []
     fragments = recipe.fragments if recipe.overlap == "round" else 0
     for own, published in ((LONG_RUNS, LOCAL_STEPS), (LONG_RUNS_HIGH, LOCAL_STEPS_HIGH)):
-        # Relative to 30 local steps, a late merge is assumed to cost as much as in our own trainings.
-        every = recipe.every * 30 ** own.late_merge(fragments)
-        part = math.log(published(workers, recipe.numel, every)) / math.log(workers)
+        part = math.log(published(workers, recipe.numel, own.as_blocking(recipe.every, fragments))) / math.log(workers)
         logs.append(saved * ((1 - large) * own.lost_part(recipe.every, fragments) + large * part))
     steps, high = logs[0], max(logs)
     return Excess(*(math.expm1(log) for log in (steps, high, LOSS_EXPONENT * steps, LOSS_EXPONENT * high)))
