@@ -424,9 +424,9 @@ their links. Plans that filled three quarters made steps 10 to 25 % longer, and 
 hidden: flows that share a long link leave part of it idle, at times for seconds. Blocking exchanges are not affected."""
 
 
-def overlapped_cluster(cluster: Cluster) -> Cluster:
-    """A copy of the cluster with link rates reduced to the fraction `FULL`, for exchanges hidden behind computing."""
-    nodes = tuple(structs.replace(node, link=node.link.scaled(FULL)) for node in cluster.nodes)
+def overlapped_cluster(cluster: Cluster, fraction: float = FULL) -> Cluster:
+    """A copy of the cluster with link rates reduced to the usable fraction, for exchanges hidden behind computing."""
+    nodes = tuple(structs.replace(node, link=node.link.scaled(fraction)) for node in cluster.nodes)
     return structs.replace(cluster, nodes=nodes)
 
 

@@ -82,7 +82,7 @@ class LongRunLaw(NamedTuple):
         return every * (1 + 2 * self.late / fragments) if fragments else every
 
 
-LONG_RUNS, LONG_RUNS_HIGH = LongRunLaw(0.74, 0.14, 0.4, 0.43), LongRunLaw(0.74, 0.14, 0.46, 0.72)
+LONG_RUNS, LONG_RUNS_HIGH = LongRunLaw(0.74, 0.14, 0.4, 0.42), LongRunLaw(0.74, 0.14, 0.46, 0.72)
 """Median law, and the cautious law: at least 80 % of the trainings need at most its factor."""
 
 

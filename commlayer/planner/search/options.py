@@ -19,7 +19,7 @@ from commlayer.errors import InvalidInput
 from commlayer.planner import tree
 from commlayer.planner.buckets import Contents
 from commlayer.planner.convergence import Recipe
-from commlayer.planner.costs import Excesses, Prices, overlapped_cluster
+from commlayer.planner.costs import FULL, Excesses, Prices, overlapped_cluster
 from commlayer.planner.model import DENSE, Cluster, Option, Policy, Profile, bare
 from commlayer.planner.problem import COMPUTE, Load, Reals, TaskGraph, Template, join_templates
 from commlayer.planner.tensors import EXACT, keeps_zeros
@@ -28,6 +28,8 @@ from commlayer.planner.tree import ALIASES, Path, Promise, find_misfits, format_
 SIZES = np.exp2(np.array([8.0, 12.0, 16.0, 20.0, 25.0]))
 """Bucket sizes in elements for which paths are compared."""
 CRITERIA = 8
+EVENLY = 0.9
+"""Fraction of the usable rate that a hidden exchange fills in the search, which spreads buckets evenly over servers."""
 SLOW = 0.6
 """A node whose uplink is below this fraction of the median uplink may use a codec that sends less."""
 
@@ -171,9 +173,10 @@ class Catalog:
 
     @cached_property
     def hidden(self) -> Catalog:
-        """The catalog with link rates reduced to the usable fraction for overlapped exchanges."""
+        """The catalog with link rates for overlapped exchanges. Servers get unequal parts, so an exchange that just fits by the
+        search's estimate would make steps longer."""
         prices = self.prices
-        slower = Prices(overlapped_cluster(prices.cluster), prices.profile, prices.hosts, spread=prices.spread)
+        slower = Prices(overlapped_cluster(prices.cluster, EVENLY * FULL), prices.profile, prices.hosts, spread=prices.spread)
         reduced = Catalog(slower, self.options, steps_count=self.steps_count, budget=self.budget)
         reduced._useful = self._useful
         return reduced
