@@ -87,9 +87,9 @@ def test_site_death_inside_a_step(sites: Sites, script: Script, steps: list[str]
 
 
 @pytest.mark.parametrize("attach", [
-    {"every": 2}, {"every": 2, "overlap": "round"}, {"every": 2, "fragments": 2},
+    {"every": 2}, {"every": 1, "overlap": "round"}, {"every": 2, "overlap": "round"}, {"every": 2, "fragments": 2},
     {"every": 4, "fragments": 2, "overlap": "round"},
-], ids=["local", "overlapped", "fragments", "overlapped fragments"])
+], ids=["local", "every step", "overlapped", "fragments", "overlapped fragments"])
 def test_site_death_inside_an_outer_step(sites: Sites, attach: dict[str, Any]) -> None:
     """Its local steps since the last exchange are lost with it; those of each fragment since that fragment's exchange."""
     script = Script(events=(Event(0, 5, after_s=0.001),), attach=attach)

@@ -86,7 +86,9 @@ def test_workers_of_a_site_join_in_the_same_step(sites: Sites, tmp_path: Path) -
     assert [one["members"] for one in new] == [[0, 1, 4, 5]] * 2
 
 
-@pytest.mark.parametrize("modes", [{}, {"every": 2}, {"every": 2, "overlap": "round"}], ids=str)
+@pytest.mark.parametrize("modes", [
+    {}, {"every": 2}, {"every": 1, "overlap": "round"}, {"every": 2, "overlap": "round"},
+], ids=str)
 def test_workers_that_wait_at_the_same_time_join_in_the_same_step(sites: Sites, modes: dict[str, Any]) -> None:
     script = Script(attach=modes, momentum=True, events=(Event(0, DEAD_AT, "wait"),))
     old, new = Job(sites, script, 2, workers=2).reports()
@@ -108,6 +110,7 @@ def test_workers_that_wait_at_the_same_time_join_in_the_same_step(sites: Sites, 
     pytest.param(Script("auto", workers=1, more=60), id="automatic plan"),
     pytest.param(Script(attach={"overlap": "forward"}, workers=2), id="forward"),
     pytest.param(Script(attach={"every": 2, "overlap": "round"}, matched=True, workers=2), id="local steps"),
+    pytest.param(Script(attach={"every": 1, "overlap": "round"}, matched=True, workers=2), id="every step"),
     pytest.param(Script(attach={"every": 2, "fragments": 2}, workers=2, more=8), id="fragments"),
     pytest.param(Script(attach={"every": 4, "overlap": "round", "fragments": 2}, workers=2, more=14), id="both"),
 ])

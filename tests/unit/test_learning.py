@@ -178,6 +178,16 @@ def test_larger_models_lose_less_and_measured_sizes_match() -> None:
     assert lion == adam
 
 
+def test_one_overlapped_step_costs_less_than_two() -> None:
+    for numel in (0, 350_000, 1_000_000, 10**9):
+        one, two = (Recipe(codes="updates", overlap="round", every=n, fragments=n, numel=numel) for n in (1, 2))
+        adam, sgd = (excess(shipped_rows(), "int4()", one._replace(optimizer=name)) for name in ("adam", "sgd"))
+        assert 0 < adam.high < 0.2
+        assert 0 < sgd.high < 0.02, "SGD is linear in gradients, so the average of the steps is the step of the average"
+        if numel:
+            assert adam.high < excess(shipped_rows(), "int4()", two).high
+
+
 @given(ROWS, st.sampled_from(CODECS), RATIOS, RATIOS, RECIPES, st.integers(1, 64))
 def test_factor_is_monotone_in_ratio_and_local_steps(
     rows: tuple[LearningRow, ...], codec: str, a: float, b: float, recipe: Recipe, every: int,

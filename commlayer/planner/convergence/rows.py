@@ -185,14 +185,16 @@ class _Costs:
         """Convergence cost for a model larger than the measured ones, with the rows of one optimizer family."""
         small = recipe._replace(numel=0, optimizer=family)
         local = self.look(DENSE_CODEC, small._replace(late=False))
-        weight = fraction_between(recipe.numel, self._numel, SHORT_NUMEL)
+        by_law, weight = local_step_excess(recipe), fraction_between(recipe.numel, self._numel, SHORT_NUMEL)
+        if (family, recipe.every) == ("sgd", 1):  # SGD is linear in gradients, so only the delay costs, at any size
+            by_law = Excess(*map(min, local, by_law))
         # More local steps never lower the cost of a codec.
         extra = [max(of_field) for of_field in zip(*(
             self._codec_cost_logs(codec, small._replace(every=every), recipe.numel)
             for every in sorted({2**i for i in range(recipe.every.bit_length())} | {recipe.every})), strict=True)]
         steps, high, loss, loss_high = (
             math.expm1((1 - weight) * math.log1p(own) + weight * math.log1p(others) + more)
-            for own, others, more in zip(local, local_step_excess(recipe), extra, strict=True))
+            for own, others, more in zip(local, by_law, extra, strict=True))
         return Excess(steps, max(steps, high), loss, max(loss, loss_high))
 
     def _codec_cost_logs(self, codec: str, recipe: Recipe, numel: int) -> tuple[float, ...]:
