@@ -58,6 +58,8 @@ void cml_bf16_to_f32(float* dst, const uint16_t* src, int64_t n);
 int64_t cml_scale_f32(float* dst, const float* src, float factor, int64_t n);
 /* 1 if every x[i] (+ residual[i], if residual != NULL) is finite, else 0. */
 int64_t cml_all_finite(const float* x, const float* residual, int64_t n);
+/* The sum of q[i]^2 for q[i] = round-half-even(factor * x[i]). Exact if every |q[i]| <= 2^16 and n <= 2^30. */
+int64_t cml_sum_squares(const float* x, float factor, int64_t n);
 
 /* ---- int8, blockwise: block b covers x[b*block .. min(n, (b+1)*block)) ----
  * scale[b] = min(max|x| / 127, FLT_MAX / 128), so that no q, not even -128, decodes to infinity;

@@ -92,6 +92,20 @@ CML_AVX2 int64_t finite_avx2(const float* x, const float* residual, int64_t n, b
 
 #endif
 
+inline int64_t squares(const float* x, float factor, int64_t n) {
+  constexpr float kRounds = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
+  int64_t sum = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    const auto q = static_cast<int32_t>((load(x, i) * factor + kRounds) - kRounds);
+    sum += static_cast<int64_t>(q) * q;
+  }
+  return sum;
+}
+
+#if CML_VECTORS
+CML_AVX2 int64_t squares_avx2(const float* x, float factor, int64_t n) { return squares(x, factor, n); }
+#endif
+
 }  // namespace
 }  // namespace cml
 
@@ -146,4 +160,11 @@ extern "C" int64_t cml_scale_f32(float* dst, const float* src, float factor, int
     for (int64_t i = from; i < stop; ++i) cml::store(dst, i, cml::load(src, i) * factor);
   }
   return 1;
+}
+
+extern "C" int64_t cml_sum_squares(const float* x, float factor, int64_t n) {
+#if CML_VECTORS
+  if (cml::wide()) return cml::squares_avx2(x, factor, n);
+#endif
+  return cml::squares(x, factor, n);
 }

@@ -60,6 +60,13 @@ bool all_finite(nb::handle x, nb::handle residual) {
   return run(4 * n, [&] { return cml_all_finite(a, kept.data(), n); }) != 0;
 }
 
+int64_t sum_squares(nb::handle x, float factor) {
+  const Memory memory("x", x.ptr(), false);
+  int64_t n = 0;
+  const float* a = memory.array<float>(Kind::f32, &n);
+  return run(4 * n, [&] { return cml_sum_squares(a, factor, n); });
+}
+
 bool int8_encode(nb::handle q, nb::handle scale, nb::handle x, nb::handle residual, int64_t block) {
   require_block(block);
   const Memory q_memory("q", q.ptr(), true), scale_memory("scale", scale.ptr(), true), x_memory("x", x.ptr(), false);
@@ -160,6 +167,7 @@ NB_MODULE(_core, m) {
   m.def("f16_to_f32", &widen<Kind::f16, cml_f16_to_f32>, "dst"_a, "src"_a);
   m.def("bf16_to_f32", &widen<Kind::bf16, cml_bf16_to_f32>, "dst"_a, "src"_a);
   m.def("scale_f32", &scale, "dst"_a, "src"_a, "factor"_a);
+  m.def("sum_squares", &sum_squares, "x"_a, "factor"_a);
   m.def("all_finite", &all_finite, "x"_a, "residual"_a.none() = nb::none());
 
   m.def("int8_encode", &int8_encode, "q"_a, "scale"_a, "x"_a, "residual"_a.none(), "block"_a);

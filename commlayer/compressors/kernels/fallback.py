@@ -61,6 +61,11 @@ def all_finite(x: Any, residual: Any = None) -> bool:
     return bool(np.isfinite(_total(x, residual)).all())
 
 
+def sum_squares(x: Any, factor: float) -> int:
+    rounded = np.rint(_view(x, F32) * F32(factor)).astype(np.int64)
+    return int(np.dot(rounded, rounded))
+
+
 def add_f32(acc: Any, x: Any) -> None:
     _store(acc, _view(x, F32), assign=False)
 

@@ -190,7 +190,10 @@ class Fragment:
                 for start, mean, velocity in zip(starts, means, self._velocity.get(n, [None] * len(parts)), strict=True):
                     outer.step(start, mean, velocity)
             for i, (mine, start) in enumerate(zip(_range_views(values, parts), starts, strict=True)):
-                mine.copy_(start + (mine - self._ends[n][i]) if self._ends and finite else start)
+                if self._ends and finite:
+                    mine.sub_(self._ends[n][i]).add_(start)
+                else:
+                    mine.copy_(start)
             if values is not tensors[n]:  # `tensors[n]` is not contiguous, so `values` is a copy
                 tensors[n].copy_(values)
 
