@@ -81,8 +81,8 @@ def covers(law: LongRunLaw, one: Training) -> bool:
 
 
 def _fit_late(law: LongRunLaw, known: Sequence[Training]) -> float:
-    """The median of what explains how much more overlapped trainings lost than blocking ones with as many local steps. A
-    training weighs as much as it changes the logarithm of the law's steps."""
+    """The median of the values of `late` by which the law meets the overlapped trainings, relative to blocking ones with as
+    many local steps. A training weighs as much as `late` changes the logarithm of its local steps."""
     blocking = {one._replace(training="", factor=0.0): one.factor for one in known if not one.fragments}
     lates = []
     for one in known:

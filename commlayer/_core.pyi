@@ -53,6 +53,9 @@ def bf16_to_f32(dst: Array, src: Payload) -> None:
 def all_finite(x: Array, residual: Array | None = None) -> bool:
     """Whether every element of x (+ residual), float32, is finite."""
 
+def sum_squares(x: Array, factor: float) -> int:
+    """The sum of q * q, where q is factor * x, float32, rounded to an integer of at most 17 bits."""
+
 def int8_encode(q: Payload, scale: Payload, x: Array, residual: Array | None, block: int) -> bool:
     """Codes x (+ residual, which keeps the rest). False if that is not finite: the residual takes the finite part."""
 

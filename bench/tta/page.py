@@ -97,10 +97,11 @@ def slow_motion_table(rows: Sequence[Row]) -> str:
         seeds = {row["seed"] for row in autos}
         times = Times([*autos, *(row for row in rows if row["system"] != "auto" and row["seed"] in seeds)])
         ratios = [times.ratio(*place, "auto", name) for name in ("ideal", "DDP fp16")]
-        lines.append([_place(*place), *(_best(times, place, [name]) for name in ("ideal", "DDP fp16", "auto")),
+        columns = ["ideal"], ["DDP fp16"], RIVALS, ["auto"]
+        lines.append([_place(*place), *(_best(times, place, names) for names in columns),
                       *("" if r is None else f"{r:.2f}" if math.isfinite(r) else "-" for r in ratios), str(len(seeds)), day])
-    return "\n".join(markdown("task, link|one machine, no network:|DDP fp16:|commlayer, `sync=\"auto\"`:|over one machine:"
-                              "|over DDP fp16:|seeds:|measured", lines))
+    return "\n".join(markdown("task, link|one machine, no network:|DDP fp16:|best of the others:"
+                              "|commlayer, `sync=\"auto\"`:|over one machine:|over DDP fp16:|seeds:|measured", lines))
 
 
 def _places(times: Times) -> list[Place]:

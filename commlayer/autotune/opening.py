@@ -1,7 +1,7 @@
 """The plan of the first steps, as pure functions.
 
 Before the first step only the links are known, not how long a step computes. Over far links, training begins with overlapped
-local steps, as few as the links allow: they wait for no exchange until a plan is found. If an exchange takes less than
+local steps, as few as the links allow. They wait for no exchange if computing takes STEP_S. If an exchange takes less than
 SHORT_S, gradients are averaged instead, and results arrive during the next forward pass. Over near links, which are mostly
 fast, training begins with compression only if it makes an exchange faster.
 """
@@ -23,11 +23,11 @@ from commlayer.records import MAX_BUCKET_NBYTES, Job, Plan, Timing
 FAR_S = 0.005
 """Links with a round trip of at least this many seconds are far. Nearer links are rarely slow."""
 STEP_S, SHORT_S = 0.6, 0.1
-"""Assumed seconds of a step's computing, which is not known yet, and of an exchange that costs less than local steps do."""
+"""Assumed seconds of a step's computing, which is not known yet. Exchanges shorter than SHORT_S cost less than local steps."""
 EVERY = (1, 2, 4, 8, 16, 32)
 """Possible numbers of local steps. A next plan of local steps begins when all fragments were exchanged, so few are better."""
-LEAST_FRAGMENTS, MOST_FRAGMENTS = 2, 16
-"""Minimum and maximum number of fragments. If there are more than two, one is exchanged every two steps or more."""
+LEAST_FRAGMENTS = 2
+"""Minimum number of fragments of two local steps or more. If there are more fragments, one is exchanged every two steps."""
 
 
 def exchange_s(plan: Plan, links: Sequence[Link]) -> float:
@@ -44,13 +44,12 @@ def opening_plan(job: Job, plan: Plan, links: Sequence[Link], *, forward: bool) 
     if took_s < SHORT_S:
         return structs.replace(plan, overlap="forward") if forward else None
     every = next((every for every in EVERY if every * STEP_S >= took_s), EVERY[-1])
-    largest, fragments = max(plan.buckets, key=attrgetter("numel")), min(max(LEAST_FRAGMENTS, every // 2), MOST_FRAGMENTS)
+    largest, fragments = max(plan.buckets, key=attrgetter("numel")), min(every, max(LEAST_FRAGMENTS, every // 2))
     layout = default_plan(job, codec=largest.codec, down=largest.down, path="service", servers=plan.servers,
                           ranks_per_node=plan.ranks_per_node, fuse_nbytes=MAX_BUCKET_NBYTES, cut_nbytes=MAX_BUCKET_NBYTES,
                           fragments=fragments)
     return structs.replace(layout, hosts=plan.hosts, ratio_over=plan.ratio_over, local_steps=every, overlap="round",
-                           codes="updates" if every == 1 else plan.codes,
-                           fragments=most_fragments(fragments, every, len(layout.buckets)))
+                           codes="updates", fragments=most_fragments(fragments, every, len(layout.buckets)))
 
 
 def is_no_slower(plain: Plan, plan: Plan, inputs: Question) -> bool:

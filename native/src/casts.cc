@@ -1,4 +1,4 @@
-// Casts between float32 and the 16-bit formats, and the test for finite numbers.
+// Casts between float32 and the 16-bit formats, the test for finite numbers, and sums of squares.
 #include "half.h"
 
 namespace cml {

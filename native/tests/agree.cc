@@ -76,6 +76,7 @@ void dense(int64_t n, int shift, Kind kind) {
   mix("scale_f32", static_cast<uint64_t>(cml_scale_f32(back.data(), from.data(), 0.3f, n)));
   mix("scale_f32", back, n);
   mix("all_finite", static_cast<uint64_t>(cml_all_finite(from.data(), nullptr, n) + 2 * cml_all_finite(from.data(), acc.data(), n)));
+  mix("sum_squares", static_cast<uint64_t>(cml_sum_squares(from.data(), 8.0f, n)));
   mix("crc32c", cml_crc32c(7, from.data(), from.bytes()));
 }
 

@@ -42,6 +42,9 @@ void sums_and_casts(int64_t n, int shift) {
   cml_bf16_to_f32(back.data(), bfloat.data(), n);
   for (int64_t i = 0; i < n; ++i) CHECK(std::fabs(back.get(i) - x.get(i)) <= std::fabs(x.get(i)) / 128);
   CHECK(cml_all_finite(x.data(), nullptr, n) == 1 && cml_all_finite(back.data(), x.data(), n) == 1);
+  int64_t squares = 0;
+  for (int64_t i = 0; i < n; ++i) squares += std::llrint(8.0 * x.get(i)) * std::llrint(8.0 * x.get(i));
+  CHECK(cml_sum_squares(x.data(), 8.0f, n) == squares);
   if (n == 0) return;
   x.set(n - 1, std::numeric_limits<float>::quiet_NaN());
   CHECK(cml_all_finite(x.data(), nullptr, n) == 0 && cml_all_finite(back.data(), x.data(), n) == 0);

@@ -8,8 +8,9 @@ from types import ModuleType
 import numpy as np
 import pytest
 import torch
-from support.cuda import raw, same, zeros
+from support.cuda import here, raw, same, zeros
 from support.native_builds import KINDS, core, numbers, positions
+from support.native_builds import same as same_on_host
 
 from commlayer.errors import CorruptFrame
 
@@ -40,6 +41,13 @@ def test_sums_and_casts(n: int, kind: str) -> None:
         return [*out, raw(total), facts, raw(scaled) if finite else b""]
 
     same(sums)
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_sums_of_squares_are_exact(n: int) -> None:
+    x = np.random.default_rng(n).integers(-(2**17), 2**17 + 1, n).astype(np.float32) / 16
+    wanted = sum(round(float(value) * 8) ** 2 for value in x)
+    assert same_on_host(lambda module: module.sum_squares(here(x), 8.0)) == wanted
 
 
 @pytest.mark.parametrize("kind", KINDS)

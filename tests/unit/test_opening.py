@@ -12,12 +12,13 @@ from commlayer.planner.data.tables import profile_from_tables
 from commlayer.planner.model import Cluster, LinearCost, Link, Node, Policy, Profile, Question
 from commlayer.planner.plan_rules import verify
 
-FAST, SLOW, MIDDLE, SLOWER, SLOWEST = (Link(bps, bps, alpha_s) for bps, alpha_s in (
-    (1e10, 0.002), (4e9, 0.01), (4e8, 0.01), (3e8, 0.01), (1e5, 0.02)))
+FAST, SLOW, NEARER, MIDDLE, SLOWER, SLOWEST = (Link(bps, bps, alpha_s) for bps, alpha_s in (
+    (1e10, 0.002), (4e9, 0.01), (1e9, 0.01), (4e8, 0.01), (3e8, 0.01), (1e5, 0.02)))
 
 
 @pytest.mark.parametrize(("links", "every"), [
-    ((FAST, FAST), None), ((FAST, SLOW), 1), ((FAST, MIDDLE), 4), ((SLOW, SLOWER), 8), ((SLOW, SLOWEST), 32),
+    ((FAST, FAST), None), ((FAST, SLOW), 1), ((FAST, NEARER), 2), ((FAST, MIDDLE), 4), ((SLOW, SLOWER), 8),
+    ((SLOW, SLOWEST), 32),
 ])
 def test_slow_exchanges_mean_local_steps_in_fragments(links: tuple[Link, ...], every: int | None) -> None:
     assert (exchange_s(START, links) >= SHORT_S) is (every is not None)
@@ -30,7 +31,7 @@ def test_slow_exchanges_mean_local_steps_in_fragments(links: tuple[Link, ...], e
     assert plan == opening_plan(JOB, START, links, forward=True)
     assert verify(plan, JOB) == []
     assert (plan.local_steps, plan.overlap) == (every, "round")
-    assert (plan.fragments, plan.servers) == (max(1, every // 2), START.servers)
+    assert (plan.fragments, plan.servers) == (1 if every == 1 else max(2, every // 2), START.servers)
     assert plan.steps_locally
     assert {b.codec for b in plan.buckets} == {b.codec for b in START.buckets}
 

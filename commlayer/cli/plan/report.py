@@ -210,7 +210,7 @@ def provenance(job: Job, optimizer: str, workers: int, plan: Plan, rows: tuple[L
         sources = []
         if job.numel < PUBLISHED_NUMEL:
             sources.append(f"to our trainings of 2,000 steps with up to {LONG_NUMEL / 1e6:g} M parameters, 2 to 8 workers and "
-                           "8 to 128 local steps (python -m bench longrun)")
+                           "1 to 128 local steps (python -m bench longrun)")
         if job.numel > LONG_NUMEL:
             sources.append("to published trainings of 35 M to 15 B parameters, 2 to 16 workers and 30 to 2000 local steps "
                            "(2503.09799, 2509.10439, 2505.23725, 2501.18512)")

@@ -3,7 +3,7 @@
 On the host, arrays are numpy arrays and payload bytes are memoryviews of any alignment. On a CUDA device both are torch
 tensors. Arrays are float32 or int32, contiguous and one-dimensional. `of(memory)` returns the kernels for some memory: on a
 CUDA device those of cuda.py, on the host the native core, or fallback.py if it is not built. All have the same names, arguments
-and results, and produce the same bytes. native/include/commlayer.h specifies each kernel.
+and results, and produce the same bytes; sum_squares is on the host only. native/include/commlayer.h specifies each kernel.
 """
 
 from __future__ import annotations

@@ -191,7 +191,8 @@ class Fragment:
                     outer.step(start, mean, velocity)
             for i, (mine, start) in enumerate(zip(_range_views(values, parts), starts, strict=True)):
                 if self._ends and finite:
-                    mine.sub_(self._ends[n][i]).add_(start)
+                    end = self._ends[n][i]
+                    mine.copy_(torch.sub(mine, end, out=end).add_(start))
                 else:
                     mine.copy_(start)
             if values is not tensors[n]:  # `tensors[n]` is not contiguous, so `values` is a copy

@@ -17,8 +17,6 @@ changes the norm by only a thousandth."""
 PIECE_NUMEL = 1 << 18
 """Number of elements whose squares are summed at once: the sum stays below 2 ** 53, and temporaries stay in the processor's
 cache."""
-MOST_NUMEL = 1 << 30
-"""Largest number of elements of one call of the host's kernel, whose sum is a 64-bit integer."""
 SMALLEST_UNIT = 2.0**-100
 """Smallest rounding unit whose reciprocal is representable in float32."""
 
@@ -59,13 +57,14 @@ def sum_of_squares(tensors: Sequence[torch.Tensor]) -> float:
     if most == 0 or not math.isfinite(most):
         return most * 0.0  # NaN if not finite
     unit = math.ldexp(1.0, max(math.frexp(most)[1] - BITS, -1000))
-    host, total, sums = kernels.host(), 0, []
+    squares = kernels.host().sum_squares
+    total, sums = 0, []
     for x in flat:
         fast = x.dtype == torch.float32 and unit >= SMALLEST_UNIT  # a power of two: exact in float32
-        if fast and is_plain(x) and x.numel() <= MOST_NUMEL:
-            total += host.sum_squares(x, 1.0 / unit)
-            continue
         for part in x.split(PIECE_NUMEL):
+            if fast and is_plain(part):
+                total += squares(part, 1.0 / unit)
+                continue
             piece = part if part.device.type in ("cpu", "cuda") else part.cpu()  # other devices may lack float64
             parts = (piece * (1.0 / unit)).round_().double() if fast else (piece.double() / unit).round_()
             sums.append(torch.dot(parts, parts))

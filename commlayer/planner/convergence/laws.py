@@ -60,7 +60,7 @@ class LongRunLaw(NamedTuple):
     part min(1, realised (N / 1e6)^growth), for N parameters. H local steps lose the part min(1, lost ln(1 + (H - 1) / 2)
     / ln 15.5) of it, so no number of local steps takes longer than one worker alone. (H - 1) / 2 is the mean number of its own
     steps that a worker has taken since the last exchange, and 15.5 belongs to 30 local steps, so these lose the part `lost`.
-    An overlapped exchange of F fragments is merged H / F steps late, and these steps count `late` times as much.
+    An overlapped exchange of F fragments is merged H / F steps late. A step of delay counts as `late` own steps.
 
     The trainings have 2 to 8 workers; for more, costs are extrapolated. `python -m bench longrun-law` has the fit, and its
     error on each task when the fit omits that task.
@@ -142,6 +142,7 @@ def local_step_excess(recipe: Recipe) -> Excess:
     logs = []
     fragments = recipe.fragments if recipe.overlap == "round" else 0
     for own, published in ((LONG_RUNS, LOCAL_STEPS), (LONG_RUNS_HIGH, LOCAL_STEPS_HIGH)):
+        # Delays are assumed to cost large models as many local steps as ours.
         part = math.log(published(workers, recipe.numel, own.as_blocking(recipe.every, fragments))) / math.log(workers)
         logs.append(saved * ((1 - large) * own.lost_part(recipe.every, fragments) + large * part))
     steps, high = logs[0], max(logs)

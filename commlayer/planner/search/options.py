@@ -29,7 +29,8 @@ SIZES = np.exp2(np.array([8.0, 12.0, 16.0, 20.0, 25.0]))
 """Bucket sizes in elements for which paths are compared."""
 CRITERIA = 8
 EVENLY = 0.9
-"""Fraction of the usable rate that a hidden exchange fills in the search, which spreads buckets evenly over servers."""
+"""Fraction of the usable rate that a hidden exchange may fill by the search's estimate. The estimate spreads buckets evenly
+over servers."""
 SLOW = 0.6
 """A node whose uplink is below this fraction of the median uplink may use a codec that sends less."""
 

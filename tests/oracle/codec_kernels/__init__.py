@@ -41,6 +41,7 @@ from commlayer.compressors.kernels.fallback import (
     scatter_add,
     scatter_add_int8,
     select,
+    sum_squares,
     trim,
 )
 
@@ -49,5 +50,5 @@ __all__ = [
     "blocks_encode", "blocks_nbytes", "count_above", "draw_strata", "draw_word", "ef_decode", "ef_encode", "f16_to_f32",
     "f32_to_bf16", "f32_to_f16", "gather_runs", "int8_decode", "int8_encode", "kth_abs", "linear_decode", "linear_encode",
     "nibbles_decode", "nibbles_encode", "onebit_decode", "onebit_encode", "outer", "philox", "sample_abs", "scale_f32",
-    "scatter_add", "scatter_add_int8", "scatter_runs", "score_runs", "select", "select_runs", "take", "trim",
+    "scatter_add", "scatter_add_int8", "scatter_runs", "score_runs", "select", "select_runs", "sum_squares", "take", "trim",
 ]
