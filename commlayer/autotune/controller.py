@@ -304,9 +304,6 @@ class TuningController(Component):
             return False
         match rows[0].request:
             case TuningRequest.SWITCH:
-                if self._context.local is not None and self._context.local.has_fragments_left:
-                    self._reports.request_report()  # a switch would wait for the remaining fragments
-                    return False
                 self._switch()
             case TuningRequest.MEASURE:
                 self.state = structs.replace(self.state, phase=Phase.WARMING, until=self.state.step + 1)

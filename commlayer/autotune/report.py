@@ -98,10 +98,6 @@ class Reports:
         self._steps.clear()
         self.traffic()
 
-    def request_report(self) -> None:
-        """Makes a report due now. All ranks call it after the same step."""
-        self._left = 0
-
     @property
     def due(self) -> bool:
         """True: the next report must be sent now."""

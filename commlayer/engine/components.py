@@ -45,11 +45,14 @@ class Pending(IntEnum):
     """Results of the last step that arrive after its backward pass."""
     DUE = 1
     """An exchange of local steps that is due because this rank's optimizer step was skipped."""
-    RUNNING = 2
+    SENT = 2
+    """A running exchange of local steps. Its outer step ends without the fragments that are left, so another plan must follow.
+    """
+    RUNNING = 3
     """A running exchange of local steps, and the remaining fragments of its outer step."""
-    ALL_STEPS = 3
+    ALL_STEPS = 4
     """All local steps, in an early exchange during which no member can join."""
-    ALL_EXCHANGES = 4
+    ALL_EXCHANGES = 5
     """All local steps, in scheduled exchanges, during which members can join."""
 
 

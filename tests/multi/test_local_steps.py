@@ -24,6 +24,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import commlayer
+from commlayer.engine.epochs.plan_switch import switch
 from commlayer.engine.model.model_tensors import describe_model
 from commlayer.optim import OuterSGD
 from commlayer.planner import default_plan
@@ -224,6 +225,51 @@ def test_non_finite_fragment_does_not_affect_the_others(codec: str) -> None:
     assert (applied[0] == applied[1]).all()
     assert np.isfinite(applied).all()
     np.testing.assert_allclose(applied.sum(0) + residuals.sum(0), put.sum(0), rtol=1e-3, atol=1e-4)
+
+
+SWITCHES = {1: (2, 1), 4: (4, 2), 6: (3, 3), 7: (1, 1), 9: (4, 4), 12: (4, 2)}
+"""The next numbers of local steps and fragments, by the step before. Most switches come inside an outer step."""
+
+
+def switched_inside(rank: int, address: str, codec: str) -> tuple[Any, Any, Any, list[int]]:
+    """All changes of one rank, how its weights have moved, its residuals, and the steps before each switch that were not
+    exchanged."""
+    model = Wells()
+    job = describe_model(model)
+    buckets = tuple(Bucket(n, slices, "service", codec, down="identity()") for n, slices in enumerate(cut_at(ENDS)))
+
+    def plan(every: int, fragments: int) -> Plan:
+        return Plan(job.digest(), buckets, 1, 1, every, "updates", "round", fragments)
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    session = commlayer.attach(model, optimizer, config=rank_pool.quick(join=address), plan=plan(4, 4))
+    context, put, left = distributed_job(session), np.zeros((TENSORS, SIZE)), []
+    first = np.stack([p.detach().numpy().copy() for p in model.parts])
+    for step in range(16):
+        for p, g in zip(model.parts, points(rank, step), strict=True):
+            p.grad = torch.tensor(g, dtype=torch.float32)
+        put += RATE * points(rank, step)
+        session.synchronize()
+        optimizer.step()
+        if step in SWITCHES:
+            switch(context, plan(*SWITCHES[step]) if rank == 0 else None, by_itself=True)
+            left.append(context.local.unshared_steps)
+    session.flush()
+    residuals = np.stack(by_tensor(slices_of(context.worker), [SIZE] * TENSORS))
+    moved = first - np.stack([p.detach().numpy() for p in model.parts])
+    session.close()
+    return put, moved, residuals, left
+
+
+@pytest.mark.parametrize("codec", ["identity()", "topk(ratio=0.05)"])
+def test_a_switch_inside_an_outer_step_loses_no_step(codec: str) -> None:
+    with Servers(WORLD, 1) as servers:
+        results = pool(WORLD).call(switched_inside, servers.address, codec)
+    put, moved, residuals = (np.stack(each) for each in list(zip(*results, strict=True))[:3])
+    assert (moved[0] == moved[1]).all()
+    np.testing.assert_allclose(moved.sum(0) + residuals.sum(0), put.sum(0), rtol=1e-3, atol=1e-4)
+    assert results[0][3] == results[1][3]
+    assert results[0][3][0] == 2, "no fragment of the first outer step has sent both steps of all elements"
 
 
 def ahead(rank: int, address: str) -> int:

@@ -21,5 +21,5 @@ class RowSender(Component):
         self._rows.send()
 
     def complete(self, pending: Pending) -> None:
-        if pending >= Pending.RUNNING:
+        if pending >= Pending.SENT:
             self._rows.settle()

@@ -166,8 +166,9 @@ class ExchangeSchedule(Component):
     def complete(self, pending: Pending) -> None:
         if pending >= Pending.DUE:
             self._catch_up()
-        if pending is Pending.RUNNING and self.local is not None:
-            self._exchange_early(self.local.complete, self._deadline_s * self.local.every)
+        if pending in (Pending.SENT, Pending.RUNNING) and self.local is not None:
+            complete = self.local.end_early if pending is Pending.SENT else self.local.complete
+            self._exchange_early(complete, self._deadline_s * self.local.every)
         elif pending is Pending.ALL_STEPS:
             self.drain()
         elif pending is Pending.ALL_EXCHANGES:

@@ -290,12 +290,7 @@ class OuterSteps:
     @property
     def under_way(self) -> bool:
         """True: an outer step has begun and not ended."""
-        return self._running is not None or self.has_fragments_left
-
-    @property
-    def has_fragments_left(self) -> bool:
-        """True: some fragments of the current outer step have not been sent."""
-        return self._next > 0
+        return self._running is not None or self._next > 0
 
     def exchange(self, worker: Worker, buffers: Sequence[torch.Tensor], deadline_s: float) -> None:
         """Exchanges one fragment. Without overlap it merges the result of this exchange, with overlap that of the previous one.
@@ -320,6 +315,17 @@ class OuterSteps:
         self._apply(worker, buffers, deadline_s)
         while self._next:
             self._advance(worker, buffers, deadline_s, overlap=False)
+        return was_under_way
+
+    def end_early(self, worker: Worker, buffers: Sequence[torch.Tensor], deadline_s: float) -> bool:
+        """Completes the running exchange, and ends the outer step without the fragments that are left. No exchange of this
+        worker may follow. Returns True if an outer step had begun."""
+        was_under_way = self.under_way
+        self._apply(worker, buffers, deadline_s)
+        if self._next:
+            worker.end(self._used)
+            self._used.clear()
+            self._next, self._steps = 0, (0, self.unshared_steps)
         return was_under_way
 
     def drain(self, worker: Worker, buffers: Sequence[torch.Tensor], deadline_s: float) -> bool:

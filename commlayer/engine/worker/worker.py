@@ -318,8 +318,9 @@ class Worker:
         return bool(self._outcome.has_weight) if self._site.shards else self._exchanges[fragment].has_weight
 
     def end(self, applied: Sequence[bool], *, computes: bool = True) -> None:
-        """Ends the step after its averages are written. `applied`: one flag for each fragment; False if its averages are not
-        finite, so that they are not applied. `computes`: True if the stopwatch starts to time the next step's computation."""
+        """Ends the step after its averages are written. `applied`: one flag for each fragment that was exchanged; False if its
+        averages are not finite, so that they are not applied. `computes`: True if the stopwatch starts to time the next step's
+        computation."""
         self.units.learn(next((w for b in self.buckets if not b.late and (w := b.exchange.weight)), 0.0))
         self.tentative = not all(applied)
         self._finalize(applied)
@@ -330,7 +331,7 @@ class Worker:
         self._next(computes=computes)
 
     def _finalize(self, applied: Sequence[bool]) -> None:
-        for exchange, is_applied in zip(self._exchanges, applied, strict=True):
+        for exchange, is_applied in zip(self._exchanges, applied, strict=False):
             exchange.finalize(applied=is_applied)
         self.late.finalize(applied=all(applied))
 
