@@ -288,25 +288,6 @@ def test_over_slow_links_training_begins_with_local_steps_and_waits_for_no_plan(
     assert jobs[0].reasons == ([] if refuses else ["automatic"])
 
 
-@pytest.mark.parametrize("last", range(4))
-def test_a_plan_of_fragments_is_left_when_all_of_them_were_sent(last: int) -> None:
-    world, switched = World(2), list[int]()
-    world.opens, world.search_result = local(0.0), lambda _: candidate(plan_of(0.1))
-
-    def script(job: Job) -> None:
-        job.local = SimpleNamespace(has_fragments_left=False)
-        job.step(times=WARM_STEPS)
-        job.controller.settle(5.0)
-        for exchange in range(8):
-            job.local.has_fragments_left = exchange % 4 != last
-            job.step()
-            if job.rank == 0 and job.plan != world.opens and not switched:
-                switched.append(exchange)
-
-    together(world, script)
-    assert switched == [last or 4]
-
-
 @pytest.mark.parametrize(("computing_s", "line"), [
     ((0.3, 0.32, 0.3, 0.6), "rank 3 computes 2.0 times as long as the fastest"), ((0.3, 0.4, 0.35, 0.3), ""),
     ((0.0003, 0.0004, 0.0009, 0.0003), ""), ((), ""),
