@@ -40,7 +40,7 @@ class Training(NamedTuple):
 def log_factor(law: LongRunLaw, one: Training) -> float:
     """ln of the law's factor."""
     saved = law.realised_part(one.numel) * math.log(steps_alone(one.noise, one.workers))
-    return saved * law.lost_part(one.every, one.fragments) if one.every else saved
+    return saved * law.lost_part(law.as_blocking(one.every, one.fragments)) if one.every else saved
 
 
 def trainings(store: Trainings) -> list[Training]:

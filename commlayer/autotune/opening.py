@@ -25,7 +25,7 @@ FAR_S = 0.005
 STEP_S, SHORT_S = 0.6, 0.1
 """Assumed seconds of a step's computing, which is not known yet. Exchanges shorter than SHORT_S cost less than local steps."""
 EVERY = (1, 2, 4, 8, 16, 32)
-"""Possible numbers of local steps. A next plan of local steps begins when all fragments were exchanged, so few are better."""
+"""Possible numbers of local steps. Many bring less progress."""
 LEAST_FRAGMENTS = 2
 """Minimum number of fragments of two local steps or more. If there are more fragments, one is exchanged every two steps."""
 

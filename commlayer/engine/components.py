@@ -46,8 +46,7 @@ class Pending(IntEnum):
     DUE = 1
     """An exchange of local steps that is due because this rank's optimizer step was skipped."""
     SENT = 2
-    """A running exchange of local steps. Its outer step ends without the fragments that are left, so another plan must follow.
-    """
+    """A running exchange of local steps, whose outer step may have fragments left."""
     RUNNING = 3
     """A running exchange of local steps, and the remaining fragments of its outer step."""
     ALL_STEPS = 4

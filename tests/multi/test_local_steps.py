@@ -227,8 +227,16 @@ def test_non_finite_fragment_does_not_affect_the_others(codec: str) -> None:
     np.testing.assert_allclose(applied.sum(0) + residuals.sum(0), put.sum(0), rtol=1e-3, atol=1e-4)
 
 
-SWITCHES = {1: (2, 1), 4: (4, 2), 6: (3, 3), 7: (1, 1), 9: (4, 4), 12: (4, 2)}
+SWITCHES = {1: (2, 1), 4: (4, 2), 6: (3, 3), 7: (1, 1), 9: (2, 2), 15: (4, 2)}
 """The next numbers of local steps and fragments, by the step before. Most switches come inside an outer step."""
+
+
+REFUSED = 12
+"""After this step, inside an outer step, one rank refuses a plan, and the old one continues."""
+
+
+def refuse(_: Plan) -> None:
+    raise ValueError("refused")
 
 
 def switched_inside(rank: int, address: str, codec: str) -> tuple[Any, Any, Any, list[int]]:
@@ -245,12 +253,17 @@ def switched_inside(rank: int, address: str, codec: str) -> tuple[Any, Any, Any,
     session = commlayer.attach(model, optimizer, config=rank_pool.quick(join=address), plan=plan(4, 4))
     context, put, left = distributed_job(session), np.zeros((TENSORS, SIZE)), []
     first = np.stack([p.detach().numpy().copy() for p in model.parts])
-    for step in range(16):
+    for step in range(18):
         for p, g in zip(model.parts, points(rank, step), strict=True):
             p.grad = torch.tensor(g, dtype=torch.float32)
         put += RATE * points(rank, step)
         session.synchronize()
         optimizer.step()
+        if step == REFUSED:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(context, "check_plan", refuse if rank else context.check_plan)
+                with pytest.raises(ValueError):
+                    switch(context, plan(2, 1) if rank == 0 else None, by_itself=True)
         if step in SWITCHES:
             switch(context, plan(*SWITCHES[step]) if rank == 0 else None, by_itself=True)
             left.append(context.local.unshared_steps)

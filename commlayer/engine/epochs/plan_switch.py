@@ -96,6 +96,8 @@ def _prepare(context: DistributedJob, plan: Plan | None, *, by_itself: bool, aga
                                             "in the last bit between sites of unlike sizes: pass LocalSteps(..., "
                                             "outer=OuterSGD()) to attach()")
         context.check_plan(agreed)
+    if context.local is not None:  # from here on, no rank refuses
+        context.local.end_early(old)
     new = context.worker_for(agreed, old.job, old.device, old.now.generation + 1)
     restarts = returns and all(restarting)
     if restarts and context.memory.has_optimizer_state:

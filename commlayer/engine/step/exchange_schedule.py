@@ -167,7 +167,7 @@ class ExchangeSchedule(Component):
         if pending >= Pending.DUE:
             self._catch_up()
         if pending in (Pending.SENT, Pending.RUNNING) and self.local is not None:
-            complete = self.local.end_early if pending is Pending.SENT else self.local.complete
+            complete = self.local.receive if pending is Pending.SENT else self.local.complete
             self._exchange_early(complete, self._deadline_s * self.local.every)
         elif pending is Pending.ALL_STEPS:
             self.drain()

@@ -317,16 +317,19 @@ class OuterSteps:
             self._advance(worker, buffers, deadline_s, overlap=False)
         return was_under_way
 
-    def end_early(self, worker: Worker, buffers: Sequence[torch.Tensor], deadline_s: float) -> bool:
-        """Completes the running exchange, and ends the outer step without the fragments that are left. No exchange of this
-        worker may follow. Returns True if an outer step had begun."""
-        was_under_way = self.under_way
+    def receive(self, worker: Worker, buffers: Sequence[torch.Tensor], deadline_s: float) -> bool:
+        """Completes the running exchange, whose outer step may have fragments left. Returns True if an exchange was running."""
+        was_running = self._running is not None
         self._apply(worker, buffers, deadline_s)
+        return was_running
+
+    def end_early(self, worker: Worker) -> None:
+        """Ends the outer step without the fragments that are left. No exchange may be running, and none of this worker may
+        follow."""
         if self._next:
             worker.end(self._used)
             self._used.clear()
             self._next, self._steps = 0, (0, self.unshared_steps)
-        return was_under_way
 
     def drain(self, worker: Worker, buffers: Sequence[torch.Tensor], deadline_s: float) -> bool:
         """Completes the outer step, then exchanges all remaining steps, so that weights and buffers are the same on all ranks.

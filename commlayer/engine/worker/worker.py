@@ -331,7 +331,7 @@ class Worker:
         self._next(computes=computes)
 
     def _finalize(self, applied: Sequence[bool]) -> None:
-        for exchange, is_applied in zip(self._exchanges, applied, strict=False):
+        for exchange, is_applied in zip(self._exchanges, applied, strict=False):  # an outer step may end early
             exchange.finalize(applied=is_applied)
         self.late.finalize(applied=all(applied))
 

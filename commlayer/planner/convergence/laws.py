@@ -74,8 +74,8 @@ class LongRunLaw(NamedTuple):
     def realised_part(self, numel: int) -> float:
         return float(min(1.0, self.realised * (numel / 1e6) ** self.growth))
 
-    def lost_part(self, every: float, fragments: int = 0) -> float:
-        return min(1.0, self.lost * math.log((self.as_blocking(every, fragments) + 1) / 2) / math.log(15.5))
+    def lost_part(self, every: float) -> float:
+        return min(1.0, self.lost * math.log((every + 1) / 2) / math.log(15.5))
 
     def as_blocking(self, every: float, fragments: int) -> float:
         """Number of local steps that cost as much if their exchange blocks. 0 fragments: it blocks already."""
@@ -142,8 +142,8 @@ def local_step_excess(recipe: Recipe) -> Excess:
     logs = []
     fragments = recipe.fragments if recipe.overlap == "round" else 0
     for own, published in ((LONG_RUNS, LOCAL_STEPS), (LONG_RUNS_HIGH, LOCAL_STEPS_HIGH)):
-        # Delays are assumed to cost large models as many local steps as ours.
-        part = math.log(published(workers, recipe.numel, own.as_blocking(recipe.every, fragments))) / math.log(workers)
-        logs.append(saved * ((1 - large) * own.lost_part(recipe.every, fragments) + large * part))
+        every = own.as_blocking(recipe.every, fragments)  # assumed for large models, too
+        part = math.log(published(workers, recipe.numel, every)) / math.log(workers)
+        logs.append(saved * ((1 - large) * own.lost_part(every) + large * part))
     steps, high = logs[0], max(logs)
     return Excess(*(math.expm1(log) for log in (steps, high, LOSS_EXPONENT * steps, LOSS_EXPONENT * high)))

@@ -186,7 +186,7 @@ class _Costs:
         small = recipe._replace(numel=0, optimizer=family)
         local = self.look(DENSE_CODEC, small._replace(late=False))
         by_law, weight = local_step_excess(recipe), fraction_between(recipe.numel, self._numel, SHORT_NUMEL)
-        if (family, recipe.every) == ("sgd", 1):  # SGD is linear in gradients, so only the delay costs, at any size
+        if recipe.every == 1:  # small models were measured: more is not expected of larger ones
             by_law = Excess(*map(min, local, by_law))
         # More local steps never lower the cost of a codec.
         extra = [max(of_field) for of_field in zip(*(
