@@ -28,7 +28,7 @@ from commlayer.planner.inputs import checked_inputs
 from commlayer.planner.model import DENSE, NO_LIMIT, Cluster, Policy, Profile, bare, merge_nodes
 from commlayer.planner.plan_rules import bucket_codecs
 from commlayer.planner.search.choices import Choice, uniform
-from commlayer.planner.search.options import EVENLY, Catalog, allowed_codecs, criteria, options
+from commlayer.planner.search.options import Catalog, allowed_codecs, criteria, options
 from commlayer.planner.search.placement import Hosts, equal_links, host_sets
 from commlayer.planner.search.reasons import with_explanation
 from commlayer.planner.search.scenario import Layout, PricedPlan, Scenario, StepTimes
@@ -43,8 +43,8 @@ PAYS = 0.02
 FINALISTS = 3
 """Number of scenarios, and of sync modes, that are searched in full: those that are best when all buckets use the same
 option."""
-PLACED = 0.1
-"""Largest fraction by which a complete plan can be faster than the search's estimate."""
+UNBALANCED = 1.1
+"""Fragments take longer than estimated by this factor, since each waits for the server with the most bytes."""
 ALIKE = 0.1
 """Of layouts whose numbers of buckets differ by at most this fraction, only one is tried."""
 MOST_LOCAL_STEPS = 512
@@ -180,6 +180,7 @@ class PlanSearch:
             if sum(loss[o] * part for o, part in exchange.parts.items()) > self.policy.max_loss:
                 continue
             exchange_s = exchange.step_s - computing_s + (recipe.fragments - 1) * exchange.latency_s
+            exchange_s *= UNBALANCED if recipe.fragments > 1 else 1.0
             step_s = max(computing_s, exchange_s / every) if recipe.overlap else computing_s + exchange_s / every
             seconds.append(step_s * (1 + sum(excess[o] * part for o, part in exchange.parts.items())))
         return min(seconds)
@@ -276,8 +277,7 @@ def _best_plan(choices: Sequence[tuple[Scenario, Choice]], best: PricedPlan | No
         (scenario, choice), *ranked = ranked
         best = scenario.place(choice)
     for scenario, choice in ranked:
-        least = scenario.price(choice) * (EVENLY if scenario.recipe.overlap == "round" else 1.0)
-        if least * (1 - (0.0 if scenario.exact else PLACED)) < best.price * (1 - by):
+        if scenario.least_price(choice) < best.price * (1 - by):
             priced = scenario.place(choice)
             best = priced if priced.price < best.price * (1 - by) else best
     return best

@@ -13,7 +13,7 @@ from commlayer.planner.convergence import Recipe
 from commlayer.planner.costs import Prices, bucket_weights
 from commlayer.planner.model import DENSE, Question
 from commlayer.planner.search.choices import Choice, ChoiceSpace, cheapest, search, uniform
-from commlayer.planner.search.options import Catalog
+from commlayer.planner.search.options import EVENLY, Catalog
 from commlayer.planner.search.placement import PlacedPart, cut_and_place
 from commlayer.planner.simulation import Simulation, forward_need_s, fragments, server_prices, step_seconds, steps_locally
 from commlayer.planner.tensors import all_reduce_doubles, codec_and_shape, nonzero_numel
@@ -25,6 +25,8 @@ finer FINER, which are also tried."""
 PART_S = 5e-4
 """Seconds of an exchange that an additional part must save. A part wakes a dozen threads, which costs 0.2 ms of Python at the
 worker and 0.2 ms at the server, in addition to the predicted costs."""
+PLACED = 0.1
+"""Largest fraction by which a complete plan can be faster than the search's estimate."""
 CODES = 1e6
 """Penalty for compressing a bucket, in the comparison of equally fast options: larger than any number of seconds."""
 
@@ -130,6 +132,11 @@ class Scenario:
     def price(self, choice: Choice) -> float:
         """Step time in seconds times the convergence factor, as the search estimates them for a choice."""
         return choice.price / self.recipe.every
+
+    def least_price(self, choice: Choice) -> float:
+        """A lower limit of the price of the complete plan for a choice."""
+        placed = 1.0 if self.exact else 1 - PLACED
+        return self.price(choice) * placed * (EVENLY if self.recipe.overlap == "round" else 1.0)
 
     @property
     def exact(self) -> bool:
