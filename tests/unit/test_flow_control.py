@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import socket
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from support.internals import connections_of, socket_of
@@ -129,6 +131,53 @@ def test_slower_link_is_detected_within_a_number_of_samples() -> None:
     for i in range(WINDOWS):
         result.update(10.0 + i, LinkSample(10 * MEGABIT, 0.03))
     assert result.nbytes == pytest.approx(before / 10, rel=0.01)
+
+
+@pytest.mark.parametrize(("part", "forgotten"), [(0.01, True), (0.1, True), (0.2, False), (1.0, False), (math.inf, False)])
+def test_pacing_far_below_the_known_rate_counts_as_forgotten(part: float, forgotten: bool) -> None:
+    rate = 10 * MEGABIT
+    assert settled(rate, 0.03).forgotten(LinkSample(0.01 * rate, 0.03, part * rate)) == forgotten
+    assert not Credit().forgotten(LinkSample(0.01 * rate, 0.03, part * rate)), "no rate is known"
+
+
+@pytest.fixture
+def connected() -> Iterator[tuple[socket.socket, socket.socket]]:
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as ours:
+        theirs = listener.accept()[0]
+        with theirs:
+            yield ours, theirs
+
+
+def congestion_control(sock: socket.socket, name: bytes = b"") -> bytes:
+    if name:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, name)
+    return sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, flow_credit.MAX_NAME_NBYTES).rstrip(b"\0")
+
+
+@pytest.mark.skipif(not flow_credit.SUPPORTED, reason="asks a Linux kernel")
+def test_only_bbr_starts_again(connected: tuple[socket.socket, socket.socket]) -> None:
+    ours, _ = connected
+    congestion_control(ours, flow_credit.OTHER)
+    assert not flow_credit.restart_bbr(ours)
+    assert congestion_control(ours) == flow_credit.OTHER
+    if flow_credit.BBR not in Path("/proc/sys/net/ipv4/tcp_allowed_congestion_control").read_bytes().split():
+        return  # a process of this machine cannot have BBR
+    congestion_control(ours, flow_credit.BBR)
+    assert flow_credit.restart_bbr(ours)
+    assert congestion_control(ours) == flow_credit.BBR
+
+
+@pytest.mark.skipif(not flow_credit.SUPPORTED, reason="asks a Linux kernel")
+def test_a_limit_of_ours_is_no_forgotten_rate(connected: tuple[socket.socket, socket.socket]) -> None:
+    ours, theirs = connected
+    def paced(limit: int) -> float:
+        ours.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, limit)
+        ours.sendall(bytes(10_000))
+        theirs.recv(10_000, socket.MSG_WAITALL)
+        return flow_credit.sample_link(ours).paced
+
+    assert 0 < paced(UNLIMITED) < math.inf
+    assert paced(100_000) == math.inf
 
 
 @pytest.mark.skipif(not flow_credit.SUPPORTED, reason="asks a Linux kernel")

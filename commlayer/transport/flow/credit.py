@@ -7,6 +7,7 @@ connections, including heartbeats.
 from __future__ import annotations
 
 import fcntl
+import math
 import socket
 import struct
 import sys
@@ -35,8 +36,16 @@ QUEUE_SHARE = 1 / 3
 LATER, EARLIER = 1.5, 0.995
 """Factors on the queue: after the sender thread woke so late that the link was idle, and after the thread had to wait."""
 
-_INFO = struct.Struct("=148xI8xQ")
-"""Fields of tcp_info: shortest round trip in microseconds, delivery rate in bytes per second."""
+FORGOTTEN, FREE = 1 / 8, 1 / 2
+"""The kernel has forgotten a connection's rate if it paces the connection at less than FORGOTTEN of that rate, and at less than
+FREE of the limit that we set."""
+BBR, OTHER = b"bbr", b"reno"
+"""Names of congestion controls, as the kernel spells them. Every process may use OTHER."""
+MAX_NAME_NBYTES = 16
+
+_INFO = struct.Struct("=104xQQ28xI8xQ")
+"""Fields of tcp_info: pacing rate and its limit in bytes per second, shortest round trip in microseconds, delivery rate in
+bytes per second."""
 
 
 class LinkSample(NamedTuple):
@@ -46,6 +55,8 @@ class LinkSample(NamedTuple):
     """Bytes per second delivered while data was waiting. Bursts shorter than a round trip give a lower rate than the link's."""
     round_trip_s: float
     """The shortest round trip so far, in seconds; 0 if unknown."""
+    paced: float = math.inf
+    """Bytes per second at which the kernel sends now; infinite if unknown, or if a limit of ours may be the reason."""
 
 
 class Credit:
@@ -76,6 +87,10 @@ class Credit:
         self._rates.append(seen.rate)
         self._best = max(self._rates)
         self.part_nbytes = int(min(MAX_PART_NBYTES, max(MIN_PART_NBYTES, self._best * PART_S)))
+
+    def forgotten(self, seen: LinkSample) -> bool:
+        """True: the kernel sends at a small part of the rate that the connection had."""
+        return seen.paced < FORGOTTEN * self._best
 
     @property
     def measured(self) -> bool:
@@ -135,8 +150,23 @@ class MeasuredChannel(Protocol):
 def sample_link(sock: ByteChannel) -> LinkSample:
     if not isinstance(sock, socket.socket):
         return cast(MeasuredChannel, sock).seen()
-    round_trip_us, rate = _INFO.unpack(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO.size))
-    return LinkSample(rate, round_trip_us * 1e-6)
+    paced, limit, round_trip_us, rate = _INFO.unpack(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO.size))
+    return LinkSample(rate, round_trip_us * 1e-6, paced if paced < FREE * limit else math.inf)
+
+
+def restart_bbr(sock: ByteChannel) -> bool:
+    """Lets BBR measure the connection's rate anew. Returns whether the connection uses BBR.
+
+    BBR keeps the highest rate of ten round trips. Short bursts bring it no new rates, except when the last segment of one is
+    lost. BBR then takes one segment per timeout for the rate, and needs many seconds to find the former one.
+    """
+    if not isinstance(sock, socket.socket):
+        return False
+    if sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, MAX_NAME_NBYTES).rstrip(b"\0") != BBR:
+        return False
+    for name in (OTHER, BBR):
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, name)
+    return True
 
 
 def waiting_nbytes(sock: ByteChannel) -> int:

@@ -6,7 +6,15 @@ import socket
 import struct
 import time
 
-from commlayer.transport.flow.credit import MIN_PART_NBYTES, SUPPORTED, Credit, bound_unsent, sample_link, waiting_nbytes
+from commlayer.transport.flow.credit import (
+    MIN_PART_NBYTES,
+    SUPPORTED,
+    Credit,
+    bound_unsent,
+    restart_bbr,
+    sample_link,
+    waiting_nbytes,
+)
 from commlayer.transport.flow.pacing import Pacer
 from commlayer.transport.protocol import ByteChannel
 
@@ -46,7 +54,10 @@ class SendControl:
             return 0.0
         if (now := time.monotonic()) >= self._credit.due_s:
             try:
-                self._credit.update(now, sample_link(self._sock))
+                seen = sample_link(self._sock)
+                if self._credit.forgotten(seen) and restart_bbr(self._sock):
+                    self._credit = Credit()
+                self._credit.update(now, seen)
                 bound_unsent(self._sock, self._credit.part_nbytes)
                 if self._paced is not None:
                     pacer, sock = self._paced
