@@ -175,11 +175,14 @@ class JobActions:
         if local is None and not self._energy:  # an update of local steps is not a gradient
             self._energy = squared_norms(worker, context.site, groups.timeout_s)
         carried = None if seen is None else seen.carried
-        expected = Rates(carried.up.bps, carried.down.bps) if carried else Rates(0.0, 0.0)
-        last = context.terms.last_runs.load(groups.sites) if self._measured is None and self._begins else None
-        nodes = known_links(context, self._links_s, limited, (len(steps_s) + 1) * step_s,
-                            last=last.link if last and not self._link else self._link)
-        link = raise_rates(probe_own_link(context, nodes, self._links_s, expected=expected), carried, self._fastest_down_bps())
+        own, self._link = self._link, None
+        if own is None or local is None:  # otherwise the link was measured before the first step
+            if own is None and self._measured is None and self._begins and (last := context.terms.last_runs.load(groups.sites)):
+                own = last.link
+            expected = Rates(carried.up.bps, carried.down.bps) if carried else Rates(0.0, 0.0)
+            nodes = known_links(context, self._links_s, limited, (len(steps_s) + 1) * step_s, last=own)
+            own = Link(*probe_own_link(context, nodes, self._links_s, expected=expected))
+        link = raise_rates((own.up_bps, own.down_bps, own.alpha_s), carried, self._fastest_down_bps())
         row = RankMeasurement(timing.forward_s + timing.backward_s, step_s, *link, context.terms.balanced,
                               limited=float(HOME.is_limited))
         rows = self._capped(row)
