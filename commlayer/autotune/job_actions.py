@@ -220,14 +220,14 @@ class JobActions:
         if not any(node.can_probe for node in nodes) or (averages if far else not reachable):
             return None
         link = probe_own_link(context, nodes, self._links_s)
+        allowed = None if averages else collect_plan_limits(context).policy
         # How long a step computes is not known: every rank counts as equally fast.
-        rows = self._planned(RankMeasurement(1.0, 0.0, *link,
-                                             averages=float(averages or collect_plan_limits(context).policy.exact)))
+        rows = self._planned(RankMeasurement(1.0, 0.0, *link, averages=float(allowed is None or allowed.exact)))
         self._link, links = Link(*link), measured_links(context, rows)
         if far:
             if any(row.averages for row in rows):
                 return None
-            forward = self.agree(lambda: collect_plan_limits(context).policy.forward)
+            forward = self.agree(lambda: allowed is not None and allowed.forward)
             return opening_plan(self._job, plan, links, forward=forward)
         plain, measured = all_reduce_plan(self._job, plan), Measurements(self._job, rows, self._collective_costs(rows))
         self._collectives = measured.collectives

@@ -34,7 +34,7 @@ NO_TRAFFIC = Throughput(Direction(), Direction())
 
 
 class TuningReport(NamedTuple):
-    """One rank's report about its steps since the previous report. Numbers only, because ranks exchange them as tensors."""
+    """One rank's report about its steps since the previous report. Numbers only, because it is a part of the step's row."""
 
     step_s: float = 0.0
     """Mean step time in seconds."""

@@ -172,7 +172,7 @@ class Balancer:
         if times_s:
             self._effect = straggler_effect(list(times_s.values()))
             self._compare(step, max(times_s.values()))
-        decision = self._proposed(step, times_s)
+        decision = self._proposed(step)
         if decision is not None:
             self.latest, self._under = decision, []
             self.events.append(decision)
@@ -207,7 +207,7 @@ class Balancer:
             measured_s = self._iteration_s(statistics.median(self._under))
             self.events.append(Outcome(step, latest.step, latest.after_s, measured_s, latest.reason, self._effect))
 
-    def _proposed(self, step: int, times_s: Mapping[int, float]) -> Decision | None:
+    def _proposed(self, step: int) -> Decision | None:
         """Returns a decision with the best shares if they shorten the step enough; otherwise None."""
         before_s = self._expected_s(self.latest.shares)
         best = solve(self.lines, self.total, self.caps, minimum=self.policy.minimum).shares

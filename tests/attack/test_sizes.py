@@ -75,7 +75,7 @@ def checkpoint_of_model(groups: Groups, folder: Path) -> None:
 
 
 def optimizer(groups: Groups, _: Path) -> None:
-    share_optimizer(torch.optim.SGD(model().parameters(), lr=0.1), groups, TIMEOUT_S, HOSTILE)
+    share_optimizer(torch.optim.SGD(model().parameters(), lr=0.1), groups, HOSTILE)
 
 
 def trace(groups: Groups, _: Path) -> None:

@@ -493,14 +493,17 @@ def through(rank: int, address: str, optimizer: str, how: str) -> dict[str, Any]
     return results
 
 
-def returning(rank: int, address: str, way: str, steps: int, script: bool) -> dict[str, Any]:
-    """From the local steps with which a job begins back to averaged gradients."""
+def returning(rank: int, address: str, way: str, steps: int, script: str) -> dict[str, Any]:
+    """From the local steps with which a job begins back to averaged gradients. `script`: "loads" an optimizer state meanwhile,
+    or itself "switches"."""
     training = Training(rank, address, "every", optimizer="adamw", drift="end", drift_steps=2)
     training.train(steps)
+    if script == "loads":
+        training.optimizer.load_state_dict(training.optimizer.state_dict())
     memory, rates = training.connection.memory, [group["lr"] for group in training.optimizer.param_groups]
     before = memory.has_optimizer_state
     automatic.switch(training.connection, sync_modes.plan(training.connection.worker.job, way, training.codec),
-                     by_itself=not script)
+                     by_itself=script != "switches")
     results = {"state before": before, "state after": memory.has_optimizer_state, "plan": training.session.inspect.plan,
                "rates": rates == [group["lr"] for group in training.optimizer.param_groups]}
     training.train(3)
@@ -514,11 +517,11 @@ def returning(rank: int, address: str, way: str, steps: int, script: bool) -> di
 
 
 @pytest.mark.parametrize(("way", "steps", "script", "averages"), [
-    ("gradients", 5, False, True), ("forward", 5, False, True),
-    ("gradients", RESTARTED_STEPS + 1, False, False), ("gradients", 5, True, False),
+    ("gradients", 5, "", True), ("forward", 5, "", True), ("gradients", RESTARTED_STEPS + 1, "", False),
+    ("gradients", 5, "switches", False), ("gradients", 5, "loads", False),
 ])
 def test_first_local_steps_end_in_averaged_gradients_with_restarted_optimizers(
-    way: str, steps: int, script: bool, averages: bool,
+    way: str, steps: int, script: str, averages: bool,
 ) -> None:
     with Servers(WORLD, 1) as servers:
         first, second = pool(WORLD).call(returning, servers.address, way, steps, script)

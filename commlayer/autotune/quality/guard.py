@@ -97,7 +97,7 @@ class QualityGuard:
                 raise failure
             exact = None if self._piece is None else gradient_comparison.exact_gradients(worker, self._piece)
         if self._piece is not None and exact is not None:
-            sent = gradient_comparison.compare_on_node(worker, self._piece, exact, self._groups, self._deadline_s)
+            sent = gradient_comparison.compare_on_node(self._piece, exact, self._groups, self._deadline_s)
             if all(map(math.isfinite, sent)):
                 self._sent = self._sent.plus(sent, self._state.fade)
             summed = gradient_comparison.compare_sums(self._piece, exact, self._groups, self._deadline_s)

@@ -204,9 +204,10 @@ def provenance(job: Job, optimizer: str, workers: int, plan: Plan, rows: tuple[L
     if not measured:
         yield "local steps, codecs and delays: from your own table"
         return
-    if plan.local_steps > 1 and job.numel > measured:
-        local = local_step_excess(Recipe(optimizer, "updates", plan.local_steps, workers=workers, numel=job.numel,
-                                         noise=find_noise(job)))
+    local_steps = plan.local_steps > 1 or plan.overlap == "round"
+    if local_steps and job.numel > measured:
+        local = local_step_excess(Recipe(optimizer, "updates", plan.local_steps, plan.overlap, workers=workers,
+                                         fragments=plan.fragments, numel=job.numel, noise=find_noise(job)))
         sources = []
         if job.numel < PUBLISHED_NUMEL:
             sources.append(f"to our trainings of 2,000 steps with up to {LONG_NUMEL / 1e6:g} M parameters, 2 to 8 workers and "
@@ -215,9 +216,10 @@ def provenance(job: Job, optimizer: str, workers: int, plan: Plan, rows: tuple[L
             sources.append("to published trainings of 35 M to 15 B parameters, 2 to 16 workers and 30 to 2000 local steps "
                            "(2503.09799, 2509.10439, 2505.23725, 2501.18512)")
         yield (f"local steps: x {factor(1 + local.steps, 1 + local.high)} for {job.numel / 1e6:,.1f} M parameters and "
-               f"{plan.local_steps} local steps, by a law fitted {' and '.join(sources)}"
+               f"{plan.local_steps} local step{'s' if plan.local_steps > 1 else ''}"
+               + (", exchanged during the next ones" if plan.overlap else "") + f", by a law fitted {' and '.join(sources)}"
                + (f"; for Muon, ln x is {MUON:g} of AdamW's (2505.23725)" if optimizer == "muon" else ""))
-    if plan.local_steps > 1 and job.numel < SHORT_NUMEL:
+    if local_steps and job.numel < SHORT_NUMEL:
         yield f"local steps: from {small}"
     yield f"codecs and delays: from {small}"
     if optimizer in FAMILIES and all(row.optimizer != optimizer for row in rows):

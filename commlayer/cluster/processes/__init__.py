@@ -1,1 +1,1 @@
-"""Processes and their groups: children, collectives of a script, and groups of ranks in several sites."""
+"""Processes and their groups: children, collectives and rows of all ranks, and groups of ranks in several sites."""

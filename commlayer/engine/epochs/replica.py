@@ -417,7 +417,7 @@ def on_host(tensor: torch.Tensor) -> torch.Tensor:
     return host if host.untyped_storage().nbytes() == host.nbytes else host.clone()
 
 
-def share_optimizer(optimizer: Any, groups: Groups, deadline_s: float, source: int = 0) -> None:
+def share_optimizer(optimizer: Any, groups: Groups, source: int = 0) -> None:
     """Copies the optimizer's state and hyperparameters from rank `source` to all ranks. All ranks call it together.
 
     Raises the same ValueError on all ranks if rank `source` has no optimizer, or one whose state cannot be sent.

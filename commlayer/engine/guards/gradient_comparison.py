@@ -77,7 +77,7 @@ def exact_gradients(worker: Worker, of: SampledPiece) -> torch.Tensor:
     return gradients.mul_(worker.units.factor(bucket, bucket.exchange.weight or worker.units.total))
 
 
-def compare_on_node(worker: Worker, of: SampledPiece, mine: torch.Tensor, groups: Groups, deadline_s: float) -> Dots:
+def compare_on_node(of: SampledPiece, mine: torch.Tensor, groups: Groups, deadline_s: float) -> Dots:
     """Compares the values that this node sent with the exact values (`mine`), using the residuals before and after. All ranks
     of a node call it.
 

@@ -411,7 +411,7 @@ class ParameterDrift(Component):
             self._copy(tensor, self._context.groups)
         try:
             if optimizer:
-                share_optimizer(self._optimizer, self._context.groups, self._deadline_s)
+                share_optimizer(self._optimizer, self._context.groups)
         except ValueError as error:
             if not later:
                 raise CommError(f"{at}{what}; rank 0's state cannot be copied: {error}", code="E-REPLICAS") from None

@@ -232,7 +232,7 @@ class UnevenInputs:
         state = {} if self._scaler is None else self._scaler.state_dict()
         tensors: list[torch.Tensor] = [*(p.data for p in self._model.parameters()), *self._model.buffers()]
         align(tensors, groups, self._deadline_s, source)
-        share_optimizer(self._optimizer, groups, self._deadline_s, source)
+        share_optimizer(self._optimizer, groups, source)
         data = groups.share_bytes(msgspec.msgpack.encode(state), SCALER_NBYTES, "the GradScaler's state", source=source)
         state = unpack(data, dict[str, bool | int | float], f"rank {source}", "the GradScaler's state")
         if state and self._scaler is not None and groups.rank != source:

@@ -47,6 +47,12 @@ class OptimizerMemory:
         # Other packages' optimizers may keep a part of their state elsewhere, such as counters in `param_groups`.
         of_torch = type(self._optimizer).__module__.startswith("torch.optim.")
         self._began_empty = of_torch and not self.has_optimizer_state
+        if self._began_empty:
+            self._optimizer.register_load_state_dict_post_hook(self._loaded)
+
+    def _loaded(self, _: Any) -> None:
+        """Called when the script has loaded a state, which must not be dropped."""
+        self._began_empty = False
 
     def can_restart(self, steps: int) -> bool:
         """Returns True if the state may be dropped after this many steps of the job, because it contains only these steps."""

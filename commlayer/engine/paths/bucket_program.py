@@ -205,7 +205,7 @@ class BucketProgram:
                 counters.count_bytes(*collective_nbytes(e, own, total))
 
         if e.coded:
-            return self._reduce_coded(e, channel, count) if e.name == "allreduce" else self._move_payloads(e, channel, count)
+            return self._reduce_coded(channel, count) if e.name == "allreduce" else self._move_payloads(e, channel, count)
         return self._move_floats(e, channel, count)
 
     def _move_floats(self, e: ExchangeStage, channel: Channel, count: Callable[[int, int], None]) -> _Under:
@@ -265,7 +265,7 @@ class BucketProgram:
             return _Under([pending], lambda: self._keep(rows.view(-1, e.pieces, slot)))
         return _Under([pending], lambda: self._keep(rows.transpose(0, 1).reshape(e.units, -1, slot)))
 
-    def _reduce_coded(self, e: ExchangeStage, channel: Channel, count: Callable[[int, int], None]) -> _Under:
+    def _reduce_coded(self, channel: Channel, count: Callable[[int, int], None]) -> _Under:
         """Sums one round of a codec's payloads by all-reduce, without decoding them. Only codecs with SUM rounds can do this.
         """
         r, codec = self._round, self._codec

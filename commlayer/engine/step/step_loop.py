@@ -4,7 +4,7 @@
     _ready          for each gradient that becomes final
     _average        after the backward pass: waits for sums, compares with exact gradients, commits
     _note_written   after averages are written to `.grad`: starts to observe whether the script applies or clears them
-    _observe        runs controller, trace, stale plan and drift checks, in the order of components.py
+    _observe        runs drift checks, controller, trace and stale plan, in the order of components.py
 
 JobContext.passes counts the steps.
 """

@@ -20,7 +20,7 @@ need fewer additional steps for codecs of 4 bits and more, and none from `FREE_N
 
 Rows are for exchanges of the whole model that either block or are merged one outer step (H local steps) later. With F
 fragments, each is merged H / F steps later; its cost is interpolated between these two. Measurements with lags of 3 and 5 of 16
-steps agree. For larger models, both laws price the delay in proportion to F^-1.5 (`LongRunLaw.late_merge`).
+steps agree. For larger models, both laws count the delay as further local steps (`LongRunLaw.as_blocking`).
 """
 
 from commlayer.planner.convergence.curves import DENSE as DENSE
