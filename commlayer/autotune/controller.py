@@ -450,7 +450,7 @@ class TuningController(Component):
     def _await(self, most_s: float) -> bool:
         """Waits until rank 0's search has ended; collective. A search that takes longer than `most_s` continues while training
         goes on. Returns whether the plan has changed."""
-        if self._do.agree(partial(self._searched, most_s)):
+        if self._do.result_of_rank_0(partial(self._searched, most_s)):
             self._switch()
             return True
         return False

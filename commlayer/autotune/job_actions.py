@@ -227,7 +227,7 @@ class JobActions:
         if far:
             if any(row.averages for row in rows):
                 return None
-            forward = self.agree(lambda: allowed is not None and allowed.forward)
+            forward = self.result_of_rank_0(lambda: allowed is not None and allowed.forward)
             return opening_plan(self._job, plan, links, forward=forward)
         plain, measured = all_reduce_plan(self._job, plan), Measurements(self._job, rows, self._collective_costs(rows))
         self._collectives = measured.collectives
@@ -241,7 +241,7 @@ class JobActions:
 
         one_machine = all(is_loopback(host_port(server.address)[0]) for server in context.uplink.epoch.servers)
         # Rank 0 decides. The other ranks measure codecs at the same time, because some of them may share its machine.
-        return plain if one_machine or self.agree(is_worthwhile) else None
+        return plain if one_machine or self.result_of_rank_0(is_worthwhile) else None
 
     def _collective_costs(self, rows: Sequence[RankMeasurement]) -> CollectiveCosts:
         """Measures collectives, unless links determine their time; collective."""
@@ -298,7 +298,7 @@ class JobActions:
     def _fastest_down_bps(self) -> float:
         return 0.0 if self._meter is None else self._meter.fastest_down_bps()
 
-    def agree(self, act: Callable[[], bool]) -> bool:
+    def result_of_rank_0(self, act: Callable[[], bool]) -> bool:
         """Runs `act` on all ranks, and returns the result of rank 0. If it fails on one rank, raises on all."""
         with all_or_none(self._context.groups, "planning", 1) as exchange:
             exchange.mine = [act()]

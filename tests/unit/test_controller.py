@@ -149,7 +149,7 @@ class Job:
     def node_names(self) -> list[str]:
         return ["ann", "ben"]
 
-    def agree(self, act: Callable[[], bool]) -> bool:
+    def result_of_rank_0(self, act: Callable[[], bool]) -> bool:
         try:
             result: Any = act()
         except Exception as error:

@@ -59,7 +59,7 @@ ByBucket = Mapping[int, SharedBuffers]
 """Maps bucket id to the values of the bucket's module buffers that all ranks had after the last exchange."""
 
 
-def agree(shared: ByBucket, tensors: Sequence[torch.Tensor | None]) -> None:
+def store_agreed_values(shared: ByBucket, tensors: Sequence[torch.Tensor | None]) -> None:
     """Stores the buffers' current values as the values that are the same on all ranks. `tensors`: the model's buffers, by
     tensor number; None entries are skipped."""
     for buffers in shared.values():

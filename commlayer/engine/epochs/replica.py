@@ -23,7 +23,7 @@ from commlayer.cluster.calls import messages
 from commlayer.cluster.processes.collectives import Groups
 from commlayer.compressors import shared_snapshot
 from commlayer.engine.buckets.bucket import EncodedBucket
-from commlayer.engine.buckets.shared_buffers import agree, copy_agreed_values
+from commlayer.engine.buckets.shared_buffers import copy_agreed_values, store_agreed_values
 from commlayer.engine.job.job import DistributedJob, JobContext, JoinedState
 from commlayer.engine.model.model_tensors import averaged_buffers, trained_parameters
 from commlayer.engine.model.shard_parameters import (
@@ -257,7 +257,7 @@ class Replica:
     def agree_buffers(self, worker: Worker) -> None:
         """Records that all ranks have the model's present buffers."""
         buffers = dict(self._model.named_buffers())
-        agree(worker.shared_buffers, [*[None] * len(self._trained), *(buffers[name] for name in self._averaged)])
+        store_agreed_values(worker.shared_buffers, [*[None] * len(self._trained), *(buffers[name] for name in self._averaged)])
 
     def own_state(self, extra: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """Returns the part of a checkpoint that is different on each rank: current buffers, and the states of the script's own

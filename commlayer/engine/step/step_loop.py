@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from commlayer.config import Config
-from commlayer.engine.buckets.shared_buffers import agree
+from commlayer.engine.buckets.shared_buffers import store_agreed_values
 from commlayer.engine.components import Pending
 from commlayer.engine.guards.attached_model import AttachedModel
 from commlayer.engine.guards.averaging_guard import AveragingGuard
@@ -91,7 +91,7 @@ class StepLoop(Driver):
             context.components.add(ParameterDrift(context, [*model.named_parameters()], optimizer, config, self._guard.held))
         context.terms.useless = forbidden_as_useless(scaler, clips=clips, apart=context.stays_apart)
         context.on_close.append(self._drop)
-        agree(context.worker.shared_buffers, [*[None] * len(self._parameters), *self._buffers_now()])
+        store_agreed_values(context.worker.shared_buffers, [*[None] * len(self._parameters), *self._buffers_now()])
         self._order: ForwardOrder | None = None
         self.new_plan()
         ordered = [*self._parameters, *self._buffers_now()]
