@@ -140,8 +140,8 @@ def compare(run: Run, codec: str) -> dict[str, Any]:
     payloads: list[tuple[Any, Any]] = []
     everywhere, own_part = gradient_comparison.compare_sums, gradient_comparison.compare_on_node
 
-    def watched_part(worker: Any, of: Any, mine: torch.Tensor, groups: Any, deadline_s: float) -> Any:
-        result = own_part(worker, of, mine, groups, deadline_s)
+    def watched_part(of: Any, mine: torch.Tensor, groups: Any, deadline_s: float) -> Any:
+        result = own_part(of, mine, groups, deadline_s)
         if run.setting is not None and run.setting.ranks_per_node == 1 and of.bucket is not None:
             state = of.bucket.ledger.state
             payloads.append((result.fidelity(), measure(of.bucket.codec, mine, state["_sent"], state)))

@@ -40,11 +40,9 @@ FRAGMENT_CUT_NBYTES = 4 << 20
 """Largest part of a tensor in a fragment: larger ones would divide a fragment unevenly among servers."""
 PAYS = 0.02
 """Fraction of the time to a loss that compression, or another sync mode, must save: both have risks."""
-FINALISTS = 3
-"""Number of scenarios, and of sync modes, that are searched in full: those that are best when all buckets use the same
-option."""
-UNBALANCED = 1.1
-"""Fragments take longer than estimated by this factor, since each waits for the server with the most bytes."""
+FINALISTS, MODES = 3, 5
+"""Number of scenarios, and of modes of local steps, that are searched in full: those that are best when all buckets use the
+same option."""
 ALIKE = 0.1
 """Of layouts whose numbers of buckets differ by at most this fraction, only one is tried."""
 MOST_LOCAL_STEPS = 512
@@ -165,7 +163,7 @@ class PlanSearch:
                  for every in local_steps(most) for overlap in (("", "round") if freely else ("",))
                  for count in (fragment_counts(every, parts) if overlap else [1])]
         prices = {recipe: self._estimate(recipe) for recipe in local}
-        best = sorted(local, key=prices.__getitem__)[:FINALISTS]
+        best = sorted(local, key=prices.__getitem__)[:MODES]
         return recipes + [recipe for recipe in best if not averages or prices[recipe] < self.synchronous.price]
 
     def _estimate(self, recipe: Recipe) -> float:
@@ -180,7 +178,6 @@ class PlanSearch:
             if sum(loss[o] * part for o, part in exchange.parts.items()) > self.policy.max_loss:
                 continue
             exchange_s = exchange.step_s - computing_s + (recipe.fragments - 1) * exchange.latency_s
-            exchange_s *= UNBALANCED if recipe.fragments > 1 else 1.0
             step_s = max(computing_s, exchange_s / every) if recipe.overlap else computing_s + exchange_s / every
             seconds.append(step_s * (1 + sum(excess[o] * part for o, part in exchange.parts.items())))
         return min(seconds)
