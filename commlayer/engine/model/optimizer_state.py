@@ -25,7 +25,8 @@ class OptimizerMemory:
 
     def __init__(self, parameters: Sequence[nn.Parameter], optimizer: Any, outer: OuterSGD) -> None:
         self._parameters, self._optimizer, self.outer = parameters, optimizer, outer
-        self._began_empty = False
+        self._first_state: object = None
+        """The optimizer's `state`, if it was empty before the first local step. load_state_dict() replaces that object."""
 
     @property
     def family(self) -> str:
@@ -46,21 +47,15 @@ class OptimizerMemory:
         """Called before the optimizer's first local step."""
         # Other packages' optimizers may keep a part of their state elsewhere, such as counters in `param_groups`.
         of_torch = type(self._optimizer).__module__.startswith("torch.optim.")
-        self._began_empty = of_torch and not self.has_optimizer_state
-        if self._began_empty:
-            self._optimizer.register_load_state_dict_post_hook(self._loaded)
-
-    def _loaded(self, _: Any) -> None:
-        """Called when the script has loaded a state, which must not be dropped."""
-        self._began_empty = False
+        self._first_state = self._optimizer.state if of_torch and not self.has_optimizer_state else None
 
     def can_restart(self, steps: int) -> bool:
         """Returns True if the state may be dropped after this many steps of the job, because it contains only these steps."""
-        return self._began_empty and steps <= RESTARTED_STEPS
+        return self._first_state is not None and self._optimizer.state is self._first_state and steps <= RESTARTED_STEPS
 
     def restart(self) -> None:
         """Drops the optimizer's state, which its next step creates again. Learning rates stay."""
-        self._began_empty = False
+        self._first_state = None
         for p in self._parameters:
             self._optimizer.state.pop(p, None)
 
