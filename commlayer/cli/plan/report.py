@@ -24,6 +24,7 @@ from commlayer.planner.baselines import (
 )
 from commlayer.planner.convergence import (
     DENSE,
+    DENSE_CODEC,
     FAMILIES,
     LIKE,
     LONG_NUMEL,
@@ -35,7 +36,6 @@ from commlayer.planner.convergence import (
     codec_class,
     excess,
     kind_and_point,
-    local_step_excess,
     measured_noise,
     one_worker_factor,
 )
@@ -206,8 +206,8 @@ def provenance(job: Job, optimizer: str, workers: int, plan: Plan, rows: tuple[L
         return
     local_steps = plan.local_steps > 1 or plan.overlap == "round"
     if local_steps and job.numel > measured:
-        local = local_step_excess(Recipe(optimizer, "updates", plan.local_steps, plan.overlap, workers=workers,
-                                         fragments=plan.fragments, numel=job.numel, noise=find_noise(job)))
+        local = excess(rows, DENSE_CODEC, Recipe(optimizer, "updates", plan.local_steps, plan.overlap, workers=workers,
+                                                 fragments=plan.fragments, numel=job.numel, noise=find_noise(job)))
         sources = []
         if job.numel < PUBLISHED_NUMEL:
             sources.append(f"to our trainings of 2,000 steps with up to {LONG_NUMEL / 1e6:g} M parameters, 2 to 8 workers and "

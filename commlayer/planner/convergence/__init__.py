@@ -24,6 +24,7 @@ steps agree. For larger models, both laws count the delay as further local steps
 """
 
 from commlayer.planner.convergence.curves import DENSE as DENSE
+from commlayer.planner.convergence.curves import DENSE_CODEC as DENSE_CODEC
 from commlayer.planner.convergence.curves import codec_class as codec_class
 from commlayer.planner.convergence.curves import kind_and_point as kind_and_point
 from commlayer.planner.convergence.laws import LOCAL_STEPS as LOCAL_STEPS
