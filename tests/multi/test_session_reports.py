@@ -362,10 +362,11 @@ def waited(rank: int, where: str, folder: str) -> list[str]:
 
 
 @pytest.mark.commit(1)
-@pytest.mark.parametrize("where", ["save", "join"])
-def test_wait_between_two_steps_is_logged(where: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("where", "peers"), [("save", "other ranks"), ("join", "worker 1")])
+def test_wait_between_two_steps_is_logged(where: str, peers: str, tmp_path: Path) -> None:
+    """A collective names no peer; a server names the workers that a row waits for."""
     waits, _ = pool(WORLD).call(waited, where, str(tmp_path))
-    assert re.match("waiting for (other ranks|worker 1): ", waits[0])
+    assert waits[0].startswith(f"waiting for {peers}: ")
     assert waits[-1].startswith("continues after ")
 
 

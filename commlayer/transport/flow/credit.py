@@ -36,11 +36,11 @@ QUEUE_SHARE = 1 / 3
 LATER, EARLIER = 1.5, 0.995
 """Factors on the queue: after the sender thread woke so late that the link was idle, and after the thread had to wait."""
 
-FORGOTTEN, FREE = 1 / 8, 1 / 2
+FORGOTTEN, BELOW_LIMIT = 1 / 8, 1 / 2
 """The kernel has forgotten a connection's rate if it paces the connection at less than FORGOTTEN of that rate, and at less than
-FREE of the limit that we set."""
-BBR, OTHER = b"bbr", b"reno"
-"""Names of congestion controls, as the kernel spells them. Every process may use OTHER."""
+BELOW_LIMIT of the limit that we set."""
+BBR, RENO = b"bbr", b"reno"
+"""Names of congestion controls, as the kernel spells them. Every process may use RENO."""
 MAX_NAME_NBYTES = 16
 
 _INFO = struct.Struct("=104xQQ28xI8xQ")
@@ -151,11 +151,11 @@ def sample_link(sock: ByteChannel) -> LinkSample:
     if not isinstance(sock, socket.socket):
         return cast(MeasuredChannel, sock).seen()
     paced, limit, round_trip_us, rate = _INFO.unpack(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO.size))
-    return LinkSample(rate, round_trip_us * 1e-6, paced if paced < FREE * limit else math.inf)
+    return LinkSample(rate, round_trip_us * 1e-6, paced if paced < BELOW_LIMIT * limit else math.inf)
 
 
 def restart_bbr(sock: ByteChannel) -> bool:
-    """Lets BBR measure the connection's rate anew. Returns whether the connection uses BBR.
+    """Lets BBR measure the connection's rate again. Returns whether the connection uses BBR.
 
     BBR keeps the highest rate of ten round trips. Short bursts bring it no new rates, except when the last segment of one is
     lost. BBR then takes one segment per timeout for the rate, and needs many seconds to find the former one.
@@ -164,7 +164,7 @@ def restart_bbr(sock: ByteChannel) -> bool:
         return False
     if sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, MAX_NAME_NBYTES).rstrip(b"\0") != BBR:
         return False
-    for name in (OTHER, BBR):
+    for name in (RENO, BBR):
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, name)
     return True
 
