@@ -81,28 +81,29 @@ class FairShare:
 
 
 class MinuteCounts:
-    """Counts events by key in the current minute. Keeps the `most` keys with the newest events. Thread-safe."""
+    """Counts the events of each key per minute. A minute begins with a key's first event. Keeps the `most` keys with the newest
+    events. Thread-safe."""
 
     def __init__(self, most: int) -> None:
         self._most, self._lock = most, threading.Lock()
-        self._counts: dict[str, tuple[int, int]] = {}
-        """Maps a key to the minute of its last event and the number of events in that minute."""
+        self._counts: dict[str, tuple[float, int]] = {}
+        """Maps a key to the begin of its last minute and the number of events in that minute."""
 
     def count(self, key: str, now: float) -> int:
         with self._lock:
-            minute, count = self._counts.get(key, (0, 0))
-            return count if minute == int(now // 60) else 0
+            begin, count = self._counts.get(key, (now, 0))
+            return count if now - begin < 60 else 0
 
     def add(self, key: str, now: float) -> tuple[int, int]:
         """Counts an event. Returns the number of the key's earlier events in this minute. If this is the minute's first event,
         also returns the number of events in the last minute that had any; otherwise 0."""
-        this = int(now // 60)
         with self._lock:
-            minute, count = self._counts.pop(key, (this, 0))
-            self._counts[key] = this, count + 1 if minute == this else 1
+            begin, count = self._counts.pop(key, (now, 0))
+            over = now - begin >= 60
+            self._counts[key] = (now, 1) if over else (begin, count + 1)
             while len(self._counts) > self._most:
                 del self._counts[next(iter(self._counts))]
-        return (count, 0) if minute == this else (0, count)
+        return (0, count) if over else (count, 0)
 
 
 class ConnectionTable:
