@@ -19,7 +19,7 @@ from commlayer.balance import Sampler, SharePolicy
 from commlayer.balance.assignment import TrainingSession
 from commlayer.balance.profile import InitialShares, WorkerProfile, initial_shares, ladder, profile
 from commlayer.cluster.processes.process_groups import Members
-from commlayer.cluster.processes.rows import GatheredRows, Section, StepRows
+from commlayer.cluster.processes.rows import GatheredRows, StepRows
 from commlayer.config import read_launch
 from commlayer.engine.observers.inspection import Inspection
 from commlayer.errors import CommError, InvalidInput
@@ -60,7 +60,7 @@ def profile_together(
     else:
         members = _members(session)
         with contextlib.closing(StepRows(GatheredRows(members, limit_s + SLACK_S), members)) as rows:
-            profiles, first = _exchanged(rows.section("profiles"), run, session, sampler)
+            profiles, first = _exchanged(rows, run, session, sampler)
     least = max(policy.minimum, sampler.least)
     start = initial_shares(profiles, sampler.batch, sampler.announced[1], step=first, minimum=least)
     if profiles[sampler.rank].ended:
@@ -75,21 +75,22 @@ def _members(session: BalancedSession) -> Members:
 
 
 def _exchanged(
-    rows: Section, run: Callable[[], WorkerProfile], session: BalancedSession, sampler: Sampler,
+    rows: StepRows, run: Callable[[], WorkerProfile], session: BalancedSession, sampler: Sampler,
 ) -> tuple[list[WorkerProfile], int]:
     """Exchanges the profiles. Returns all of them, and the first step for which every rank may announce shares. A rank whose
     model raised an error reports the error first."""
-    rungs = ladder(sampler.batch)
+    section, rungs = rows.section("profiles"), ladder(sampler.batch)
     try:
         mine = run()
     except BaseException:
-        rows.start(sampler.rank, sampler.batch, BROKE_OFF, *[0.0] * (3 + len(rungs)))
+        section.start(sampler.rank, sampler.batch, BROKE_OFF, *[0.0] * (3 + len(rungs)))
+        rows.send()
         raise
     times = dict(mine.points)
     try:
-        rows.start(sampler.rank, sampler.batch, FINISHED, _first_free_step(sampler), mine.cap, mine.ended,
-                   *(times.get(rung, 0.0) for rung in rungs))
-        rows_read = rows.read()
+        section.start(sampler.rank, sampler.batch, FINISHED, _first_free_step(sampler), mine.cap, mine.ended,
+                      *(times.get(rung, 0.0) for rung in rungs))
+        rows_read = section.read()
     except CommError as error:
         raise session.inspect.context.explain(error) from None
     profiles = []
