@@ -16,6 +16,7 @@ MEASUREMENTS = {
     "chaos": "tests.chaos.command",
     "check": "bench.check",
     "codecs": "bench.codecs",
+    "collapse": "bench.collapse",
     "fuzz": "tests.chaos.fuzz",
     "gpu": "bench.gpu",
     "learning": "bench.learning",

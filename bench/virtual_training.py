@@ -310,6 +310,8 @@ class _Rank:
     def has_weight(self, fragment: int) -> bool:
         return True
 
+    withdrawn = False
+
     def sum_in_site(self, value: float, deadline_s: float) -> float:
         return value
 

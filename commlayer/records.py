@@ -305,6 +305,11 @@ class Plan(Record, frozen=True):
         return self.local_steps > 1 or self.codes == "updates"
 
     @property
+    def exchange_steps(self) -> int:
+        """Number of steps between two exchanges."""
+        return self.local_steps // self.fragments
+
+    @property
     def synchronous(self) -> bool:
         """True: each step uses the average of all workers' gradients of that step, apart from compression errors."""
         return not self.steps_locally and not any(bucket.stale for bucket in self.buckets)

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, NamedTuple, ParamSpec, TypeVar
 from msgspec import structs
 
 from commlayer.autotune import link_policy, plan_policy
+from commlayer.autotune.collapse import CollapseWatch
 from commlayer.autotune.planning.search_thread import SearchThread
 from commlayer.autotune.quality.policy import CodecChange, GradientError
 from commlayer.autotune.report import AloneSpeed, Reports, TuningReport
@@ -111,6 +112,7 @@ class TuningController(Component):
         """True: decisions have failed on some rank, so no rank changes anything or sends reports."""
         self._last = StepEnd()
         self._busy = False
+        self._collapse: CollapseWatch | None = None
         context.on_close.append(self._close)
 
     def start(self) -> None:
@@ -125,6 +127,7 @@ class TuningController(Component):
             except ValueError as error:  # raised on all ranks, and nothing has changed
                 self._log_decision(f"training begins with {summarize_plan(self._context.plan)}: {error}")
             self._record()
+            self._collapse = CollapseWatch(self._context, self._usual_s)
             if self.state.leads:
                 self._do.prepare_search()
 
@@ -175,7 +178,7 @@ class TuningController(Component):
             if local is not None and not local.taken:
                 self._begin(time.perf_counter())
         elif not self._busy and plan.steps_locally:
-            self._tune_after_steps(plan.local_steps // plan.fragments, time.perf_counter())
+            self._tune_after_steps(plan.exchange_steps, time.perf_counter())
 
     def _tune_after_steps(self, steps: int, ended: float) -> None:
         """Tunes with the mean step time and wait of the last `steps` steps. `ended`: end of the last one."""
@@ -218,12 +221,15 @@ class TuningController(Component):
         changed = bool(rows) and self._do_agreed()
         if self._planning:
             self._count_step(step_s, waited_s)
+        withdrawn = self._context.worker.withdrawn and not changed
+        if withdrawn:
+            changed = self._plan_after_collapse(step_s)
         changed = (bool(rows) and not changed and self._do_requested(rows)) or changed
         same = self.state.plan is before
         if self.guard is not None and same:
             self.guard.schedule(self._steps)
         due = self._due(rows, entered=not same)
-        if self._planning and same:
+        if self._planning and same and not withdrawn:
             self._attempt(self._decide_plan, step_s)
         if rows:
             self._attempt(self._decide, rows, changed=changed or not same)
@@ -244,6 +250,11 @@ class TuningController(Component):
         """The links, while ranks watch them. The value is None before the links are measured, and while they are measured
         again."""
         return self.state.links if self._planning and self.state.phase is Phase.WATCHING else None
+
+    def _usual_s(self) -> float:
+        """Usual step time in seconds; 0 before it is known. Any thread can call it."""
+        links = self._watched
+        return 0.0 if links is None else links.watch.usual_s
 
     def _attempt(self, act: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
         """Calls `act`, which involves no other rank. After an error this rank makes no further decisions."""
@@ -404,8 +415,22 @@ class TuningController(Component):
         found = self._do.probe(links.watch.planned)
         self._attempt(self._apply_probe, links, found, step_s, time.monotonic() - begin)
 
-    def _apply_probe(self, links: LinkState, found: Sequence[Link], step_s: float, took_s: float) -> None:
-        self._set(*link_policy.apply_probe(self.state, links, found, step_s, time.monotonic(), took_s))
+    def _plan_after_collapse(self, step_s: float) -> bool:
+        """Probes the links after an exchange from which some rank has withdrawn contributions, and waits for a plan;
+        collective. Returns whether the plan may have changed."""
+        if (links := self._watched) is None:
+            return False
+        self._reports.reset()  # what was carried before the collapse raises no rate
+        begin = time.monotonic()
+        found = self._do.probe([Rates(0.0, 0.0)] * len(links.watch.planned))
+        self._attempt(self._apply_probe, links, found, step_s, time.monotonic() - begin, collapsed=True)
+        self._await(link_policy.WAITED_STEPS * step_s)
+        return True
+
+    def _apply_probe(
+        self, links: LinkState, found: Sequence[Link], step_s: float, took_s: float, *, collapsed: bool = False,
+    ) -> None:
+        self._set(*link_policy.apply_probe(self.state, links, found, step_s, time.monotonic(), took_s, collapsed=collapsed))
         self._reports.reset()  # the probe's traffic belongs to no step
 
     def _measure(self) -> None:
@@ -518,6 +543,8 @@ class TuningController(Component):
         if self._plans:
             self._do.record(on=False)
             self._do.close()
+        if self._collapse is not None:
+            self._collapse.close()
 
     def _close(self) -> None:
         """Stops planning, and waits for the planner thread: a thread in native code at interpreter exit would crash the

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from msgspec import structs
 
 from commlayer.autotune import plan_policy
+from commlayer.autotune.reprobe import ReprobeSchedule
 from commlayer.autotune.state import Decided, LinkState, LogLine, Measured, Reason, TuningState, extract_rates
 from commlayer.observe.link_monitor import Rates, SeenStep, differ, slower
 from commlayer.planner.model import Link
@@ -31,7 +32,7 @@ def links_hold(step_s: float, waited_s: float) -> bool:
 
 def record_measurement(state: TuningState, measured: Measured, now: float, names: Sequence[str]) -> Decided:
     """Records a measurement. `names`: display name of each node."""
-    links = (LinkState.of(measured.links, measured.step_s, now, tuple(names)) if state.links is None
+    links = (LinkState.of(measured.links, measured.step_s, now, tuple(names), state.plan.exchange_steps) if state.links is None
              else state.links.measured(measured.links, now))
     lines: list[Reason] = [LogLine(f"links carry {links.format_rates()}")]
     if line := _uneven(measured):
@@ -71,16 +72,20 @@ def observe_step(state: TuningState, links: LinkState, row: SeenStep, now: float
 
 
 def apply_probe(state: TuningState, links: LinkState, found: Sequence[Link], step_s: float, now: float,
-                took_s: float) -> Decided:
+                took_s: float, *, collapsed: bool = False) -> Decided:
     """Starts a new search if a probe of `took_s` seconds has found faster links. A short probe may measure too low a rate:
-    steps show whether a link has become slower."""
-    planned = links.watch.planned
-    rates = tuple(Rates(*map(max, zip(new, old, strict=True))) for new, old in zip(extract_rates(found), planned, strict=True))
-    faster = differ(rates, planned)
-    links = structs.replace(links, reprobe=links.reprobe.after_probe(now, took_s, found=faster))
-    result = f"{links.format_rates(rates)} instead of" if faster else "no faster than"
+    steps show whether a link has become slower. `collapsed`: True: an exchange has shown that a link is much slower, so lower
+    rates count, too."""
+    planned, rates = links.watch.planned, extract_rates(found)
+    if not collapsed:
+        rates = tuple(Rates(*map(max, zip(new, old, strict=True))) for new, old in zip(rates, planned, strict=True))
+    changed = differ(rates, planned)
+    # What the next probe costs on a collapsed link is not known.
+    reprobe = ReprobeSchedule().changed(now) if collapsed else links.reprobe.after_probe(now, took_s, found=changed)
+    links = structs.replace(links, reprobe=reprobe)
+    result = f"{links.format_rates(rates)} instead of" if changed else "as planned," if collapsed else "no faster than"
     line = LogLine(f"probed the links in {1e3 * took_s:.0f} ms: {result} {links.format_rates()}")
-    if not faster:
+    if not changed:
         return structs.replace(state, links=links), [line]
     return _plan_for(state, links, rates, step_s, links.watch.waited_s, now), [line]
 

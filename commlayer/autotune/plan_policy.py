@@ -175,7 +175,8 @@ def adapt_to_plan(state: TuningState, plan: Plan, *, own: bool = False) -> Tunin
     proposed the plan (see `finish_switch`). False: the script or the quality guard has set it."""
     state = structs.replace(state, plan=plan, agreed=None)
     if state.links is not None:
-        watch = LinkWatch(extract_rates(state.links.links), plan.step_s or state.links.watch.usual_s)
+        watch = LinkWatch(extract_rates(state.links.links), plan.step_s or state.links.watch.usual_s,
+                          plan.exchange_steps)
         state = structs.replace(state, links=structs.replace(state.links, watch=watch))
     if state.phase is not Phase.WATCHING:  # the recorded steps ran under another plan
         state = structs.replace(state, phase=Phase.WARMING, until=state.step + WARM_STEPS)

@@ -82,10 +82,10 @@ class LinkState(Record, frozen=True):
     """Display name of each node; "" for all if they have the same name."""
 
     @classmethod
-    def of(cls, links: tuple[Link, ...], step_s: float, now: float, names: tuple[str, ...] = ()) -> LinkState:
-        """Returns the state after the first measurement of the links, in which steps took `step_s`."""
+    def of(cls, links: tuple[Link, ...], step_s: float, now: float, names: tuple[str, ...] = (), steps: int = 1) -> LinkState:
+        """Returns the state after the first measurement of the links, in which steps took `step_s`. `steps`: see LinkWatch."""
         rates = extract_rates(links)
-        return cls(links, LinkWatch(rates, step_s), rates, ReprobeSchedule().changed(now), names)
+        return cls(links, LinkWatch(rates, step_s, steps), rates, ReprobeSchedule().changed(now), names)
 
     def measured(self, links: tuple[Link, ...], now: float) -> LinkState:
         """Returns the state after a measurement or probe of the links. The usual step time under the active plan is kept."""

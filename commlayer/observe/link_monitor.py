@@ -84,6 +84,8 @@ class LinkWatch(Record, frozen=True):
     """Planned rates of each node. New rates may be set without a new plan; usual values are then kept."""
     expected_s: float = 0.0
     """Predicted step time in seconds; 0 if it is unknown."""
+    steps: int = 1
+    """Number of steps between two exchanges. A row's times are their means."""
     seen: tuple[SeenStep, ...] = ()
     """The latest steps that were not slow."""
     slow: tuple[SeenStep, ...] = ()
@@ -122,7 +124,7 @@ class LinkWatch(Record, frozen=True):
         known."""
         if len(self.slow) >= IN_A_ROW - 1:
             return self.slow_s
-        return max(self.slow_s, self.usual_s + self._plenty_s - self.slow_cost_s)
+        return max(self.slow_s, self.usual_s + (self._plenty_s - self.slow_cost_s) / self.steps)
 
     @property
     def _plenty_s(self) -> float:
@@ -147,16 +149,17 @@ class LinkWatch(Record, frozen=True):
     def observe(self, row: SeenStep) -> tuple[LinkWatch, tuple[Rates, ...] | None]:
         """Adds a step's reports. Returns the next value, and the new rates if links have changed, otherwise None."""
         if row.step_s <= self.slow_s:
-            after = LinkWatch(self.planned, self.expected_s, (*self.seen, row)[-(USUAL + SETTLED):])
+            after = LinkWatch(self.planned, self.expected_s, self.steps, (*self.seen, row)[-(USUAL + SETTLED):])
             raised = after._more()
             return after, None if raised == self.planned else raised
         if self.long_rows >= USUAL and self.long_cost_s >= COST_S:  # the longer steps are now usual, whatever the cause
-            return LinkWatch(self.planned), None
+            return LinkWatch(self.planned, steps=self.steps), None
         longer_s = row.step_s - self.usual_s
-        after = structs.replace(self, long_rows=self.long_rows + 1, long_cost_s=self.long_cost_s + longer_s)
+        cost_s = self.steps * longer_s
+        after = structs.replace(self, long_rows=self.long_rows + 1, long_cost_s=self.long_cost_s + cost_s)
         if self._lowered_rates((row,)) == self.planned or row.waited_s - self.waited_s < EXPLAINED * longer_s:
             return structs.replace(after, slow=(), slow_cost_s=0.0), None
-        after = structs.replace(after, slow=(*self.slow, row)[-IN_A_ROW:], slow_cost_s=self.slow_cost_s + longer_s)
+        after = structs.replace(after, slow=(*self.slow, row)[-IN_A_ROW:], slow_cost_s=self.slow_cost_s + cost_s)
         least_s = COST_S if len(after.slow) == IN_A_ROW else self._plenty_s
         if after.slow_cost_s < least_s or (lowered := self._lowered_rates(after.slow)) == self.planned:
             return after, None

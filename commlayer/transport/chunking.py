@@ -2,7 +2,7 @@
 
 A body is sent in parts so that a more urgent message can be sent between two of them. A message that interrupts another is
 always more urgent than all unfinished bodies. The unfinished bodies therefore form a stack, and each part that arrives belongs
-to the top of the stack.
+to the top of the stack. A message without a body can replace an unfinished one of the same key.
 """
 
 from __future__ import annotations
@@ -101,6 +101,8 @@ class Assembly:
             if nbytes > (most := self._max_nbytes(header)):
                 raise CorruptFrame(f"announces a {KIND_NAMES[header.kind]} body of {nbytes} bytes, allowed {most}",
                                    step=header.step, bucket=header.bucket)
+            if self._stack:
+                self._drop(header)
             return self._take(nbytes)
         if header.part == 0:
             self._begin(header, nbytes)
@@ -111,6 +113,14 @@ class Assembly:
         if not (0 < nbytes <= body.part_nbytes if last else nbytes == body.part_nbytes):
             raise _breach(header, f"has {nbytes} bytes, but the first part has {body.part_nbytes}")
         return body.room[body.filled : body.filled + nbytes]
+
+    def _drop(self, header: Header) -> None:
+        """Drops the unfinished body in place of which its sender has sent this message."""
+        for place, body in enumerate(self._stack):
+            if key(body.header) == key(header):
+                self._unfinished_nbytes -= len(body.room) + OVERHEAD_NBYTES
+                del self._stack[place]
+                return
 
     def _continue(self, header: Header) -> None:
         """Continues the unfinished body to which this frame belongs, if there is one; drops the body if the frame begins it

@@ -171,6 +171,8 @@ class _Outgoing:
         self._next = 0
         self._left: list[memoryview] = []
         """Bytes of the current part that are not sent yet; empty before its first system call."""
+        self.instead: Content | None = None
+        """What is sent in place of the parts after the current one."""
 
     def resume(self, sent_nbytes: int) -> None:
         """Continues a frame of which a system call has already sent `sent_nbytes`, possibly 0."""
@@ -188,7 +190,15 @@ class _Outgoing:
 
     @property
     def all_sent(self) -> bool:
-        return self._next == len(self._parts)
+        return self.parts_left == 0
+
+    @property
+    def parts_left(self) -> int:
+        return len(self._parts) - self._next
+
+    @property
+    def left_nbytes(self) -> int:
+        return self.nbytes - self._parts[self._next][0]
 
     def cut(self, part_nbytes: int) -> None:
         """Splits the body into parts of at most this size. Called before every part; only the call before the first part has
@@ -286,6 +296,7 @@ class Connection:
         self._queue: list[_Item] = []
         self._seq = 0
         self._busy = False  # a thread is writing a frame
+        self._writing: _Outgoing | None = None  # what the sender thread is writing
         self._rest: _Item | None = None  # a frame that a caller's thread began to write and the sender thread must finish
         self._sent_bye = False  # the end of the stream is the peer's answer to it
         self._users = 2  # threads that may be in a system call on the socket; the last one closes the socket
@@ -320,6 +331,31 @@ class Connection:
             operation.fail(error)
         elif inline:
             self._write_inline(operation, content)
+
+    @property
+    def waiting_nbytes(self) -> int:
+        """Bytes of messages that wait to be sent."""
+        with self._lock:
+            return sum(item[-1].left_nbytes for item in self._queue)
+
+    def replace(self, operation: Handle, header: Header) -> bool:
+        """Sends a message with the same key but without a body in place of one that is not sent completely. Returns False if it
+        is too late."""
+        content = Content(header, b"")
+        with self._lock:
+            for place, (step, order, number, frame) in enumerate(self._queue):
+                if frame.operation is operation:
+                    self._queue[place] = step, order, number, self._replaced(frame, content)
+                    return True
+            if (writing := self._writing) is not None and writing.operation is operation and writing.parts_left > 1:
+                writing.instead = content
+                return True
+        return False
+
+    def _replaced(self, frame: _Outgoing, content: Content) -> _Outgoing:
+        self._sent(frame.content)
+        self._unsent_nbytes += content.held_nbytes
+        return _Outgoing(frame.operation, content)
 
     def _item(self, frame: _Outgoing, *, last: bool = False) -> _Item:
         self._seq += 1
@@ -382,12 +418,14 @@ class Connection:
                 frame.operation.fail(self._end_broken(error))
                 break
             with self._lock:
-                self._busy = False
+                self._busy, self._writing = False, None
                 ended = self.error
                 if frame.all_sent:
                     self._sent(frame.content)
                 elif ended is None:
-                    heapq.heappush(self._queue, item)
+                    step, order, number, _ = item
+                    heapq.heappush(self._queue, item if frame.instead is None else
+                                   (step, order, number, self._replaced(frame, frame.instead)))
             if frame.all_sent:
                 complete_send(frame.operation, frame.header)
             elif ended is not None:
@@ -423,7 +461,9 @@ class Connection:
                     self._work.wait(min(hold_s, LOOK_S))  # limits can change
                 else:
                     self._busy = True
-                    return heapq.heappop(self._queue)
+                    item = heapq.heappop(self._queue)
+                    self._writing = item[-1]
+                    return item
         return None
 
     def _receive_loop(self) -> None:

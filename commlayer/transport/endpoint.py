@@ -399,6 +399,18 @@ class StreamTransport:
         self._send(operation, (peer,), header, body)
         return operation
 
+    def replace(self, peer: int, operation: Handle, header: Header) -> bool:
+        """See Connection.replace."""
+        connection = self._connections.get(peer)
+        return connection is not None and connection.replace(operation, header)
+
+    @property
+    def unsent_nbytes(self) -> int:
+        """Bytes of messages that wait to be sent to any peer."""
+        with self._lock:
+            connections = [*self._connections.values()]
+        return sum(connection.waiting_nbytes for connection in connections)
+
     def send_all(self, peers: Sequence[int], header: Header, body: memoryview | bytes = b"") -> None:
         """Sends one message to several peers, of which some may have ended. Its frame is made once."""
         self._send(make_send_handle(peers[0], header), peers, header, body)

@@ -58,7 +58,9 @@ class Flag:
     microseconds."""
 
     NONE = 0
-    ABANDON = 2  # a worker aborted the step, so there is no sum (PUSH, RESULT, FOLLOWED); the body is the reason (UTF-8)
+    # A worker aborted the step, so there is no sum (PUSH, RESULT, FOLLOWED). The body is the reason (UTF-8). An empty one means
+    # that the worker has only withdrawn this contribution.
+    ABANDON = 2
     LOST = 4  # the server no longer has the result that a follower requests (FOLLOWED, with ABANDON)
     MEAN = 16  # PUSH: the body counts `weight` times in a mean; the result is the mean, rounded once
     WITHOUT_ZEROS = 32  # PUSH, RESULT: the body is sent without its zero chunks. Set and removed by the transport

@@ -16,7 +16,7 @@ from commlayer.errors import CommError, Damaged, NotYet, PeerLost, Refused, with
 from commlayer.transport.backoff import Backoff
 from commlayer.transport.endpoint import StreamTransport, closed_error
 from commlayer.transport.inflight import ANSWERS, InFlightRequests
-from commlayer.transport.protocol import Handle, Header, Kind, Message, log, peer_name
+from commlayer.transport.protocol import Flag, Handle, Header, Kind, Message, log, peer_name
 
 STABLE_S = 10.0
 """Seconds after which a connection counts as stable, even if no message has arrived on it."""
@@ -116,6 +116,25 @@ class ReconnectingTransport:
         if error is not None:
             request.fail(error)
         return request
+
+    @property
+    def unsent_nbytes(self) -> int:
+        """Bytes of messages that wait to be sent."""
+        return self._carrier.unsent_nbytes
+
+    def withdraw(self, fits: Callable[[Header], bool]) -> int:
+        """Withdraws the contributions whose headers fit and that are not sent completely: the peers receive an abandoned
+        contribution instead. Returns their bytes."""
+        nbytes = 0
+        for peer, link in self._links.items():
+            with link.order:
+                for request in link.inflight.pending() if link.up else ():
+                    abandoned = request.header._replace(flags=Flag.ABANDON, weight=0.0, used=0)
+                    if fits(request.header) and request.sending is not None \
+                            and self._carrier.replace(peer, request.sending, abandoned):
+                        nbytes += len(request.body)
+                        request.header, request.body = abandoned, b""
+        return nbytes
 
     def _on_message(self, message: Message) -> None:
         """Handles a message that has arrived. Runs on the connection's receive thread."""

@@ -94,6 +94,19 @@ def test_interleaved_bodies_arrive_complete_and_in_order() -> None:
     assert end.assembly.at_message_boundary
 
 
+@pytest.mark.parametrize("replaced", [1, 2, 3], ids=["bulk", "urgent", "more"])
+def test_message_without_a_body_replaces_an_unfinished_one(replaced: int) -> None:
+    headers = {1: BULK, 2: URGENT, 3: MORE}
+    parts = {bucket: in_parts(header, bytes([bucket]) * 100, 30) for bucket, header in headers.items()}
+    end, instead = Receiver(kept=3 * (100 + OVERHEAD_NBYTES)), headers[replaced]._replace(flags=Flag.ABANDON)
+    got = end.feed(*(parts[bucket][0] for bucket in headers))
+    order = [bucket for bucket in (3, 2, 1) if bucket != replaced]
+    got += end.feed(frame(instead), *(part for bucket in order for part in parts[bucket][1:]))
+    assert [(f.header, bytes(f.body)) for f in got] == [(instead, b""), *((headers[b], bytes([b]) * 100) for b in order)]
+    assert end.assembly.at_message_boundary
+    assert len(end.feed(*parts[replaced], *parts[1])) == 2, "its memory no longer counts"
+
+
 @pytest.mark.parametrize(("frames", "words"), [
     (lambda b: [b[1]], "part 1 of 4 .*next part.*E-FRAME"),
     (lambda b: [b[0], b[2]], "part 2 of 4 .*next part.*E-FRAME"),
@@ -269,6 +282,27 @@ def test_urgent_body_overtakes_the_one_in_transmission(pair: tuple[InboxTranspor
     assert [m.header.bucket for m in got] == [2, 1, 3]
     assert [m.body == body for m, body in zip(got, (urgent, bulk, b"behind"), strict=True)] == [True] * 3
     assert [m.header.parts for m in got] == [1, 1, 1]
+
+
+@parted
+def test_message_in_transmission_is_replaced(pair: tuple[InboxTransport, InboxTransport]) -> None:
+    a, b = pair
+    with not_reading(a, b):
+        arrived = [b.recv(0) for _ in range(3)]
+        sent = [a.send(1, data(0, bucket=bucket, order=bucket), bytes(16 << 20)) for bucket in (1, 2)]
+        sock = socket_of(connections_of(a)[1])
+        until(lambda: credit.waiting_nbytes(sock) > 0, "the first body has begun")
+        a.send(1, data(0, bucket=3, order=9), b"behind")
+        until(lambda: a.unsent_nbytes > 16 << 20, "a part of the first body is written")
+        for bucket, operation in enumerate(sent, 1):
+            instead = data(0, bucket=bucket, order=bucket)._replace(flags=Flag.ABANDON)
+            until(lambda o=operation, h=instead: a.replace(1, o, h), "it is replaced")  # type: ignore[misc]
+        assert a.unsent_nbytes < 1 << 20
+    got = [b.wait(handle, soon()) for handle in arrived]
+    assert [(m.header.bucket, bytes(m.body)) for m in got] == [(1, b""), (2, b""), (3, b"behind")]
+    for operation in sent:
+        a.wait(operation, soon())
+    assert not a.replace(1, sent[0], data(0, bucket=1)), "it is sent"
 
 
 @parted

@@ -67,7 +67,8 @@ class Job:
     def __init__(self, world: World, rank: int, **options: Any) -> None:
         self.world, self.rank, self.plan, self.generation = world, rank, START, 1
         self.local: Any = None
-        self.worker, self.members = SimpleNamespace(step=0, plan=START), SimpleNamespace(catching_up=False)
+        self.worker = SimpleNamespace(step=0, plan=START, withdrawn=False, unsent_nbytes=0)
+        self.members = SimpleNamespace(catching_up=False)
         self.terms, self.exchanges, self.passed_s = PlanTerms(), 0, 0.0
         self.terms.auto = True
         self.on_close: list[Any] = []
@@ -297,6 +298,29 @@ def test_slow_rank_is_reported_on_all_ranks(computing_s: tuple[float, ...], line
     world.computing_s = computing_s
     result = lines(together(world, lambda job: job.step(times=FIRST_PLANNING)), "computes")
     assert [line in each for each in result] == ([True] if line else [])
+
+
+@pytest.mark.parametrize(("bps", "plans"), [(5e6, True), (1e8, False)])
+def test_links_are_probed_after_an_exchange_was_withdrawn(bps: float, plans: bool) -> None:
+    """All ranks wait for a plan if a link is slower. `bps`: what the probe finds on the second link."""
+    world = World(2)
+
+    def script(job: Job) -> None:
+        warm(job)
+        if job.rank == 0:
+            world.links, world.search_result = (LINKS[0], Link(bps, 1e8)), lambda _: candidate(plan_of(0.5))
+        world.meet(job.rank, "collapse", None)
+        job.worker.withdrawn = True
+        job.step(5.0, 4.0)
+        job.worker.withdrawn = False
+
+    jobs = together(world, script)
+    after = [what for what in world.done[world.done.index("collapse") + 1 :] if what != "rows"]
+    assert after == ["probe", "await", *["switch"] * plans]
+    assert {job.plan for job in jobs} == {plan_of(0.5) if plans else START}
+    for job in jobs:
+        assert job.controller.state.links is not None
+        assert job.controller.state.links.watch.planned[1] == Rates(bps, 1e8)
 
 
 @pytest.mark.parametrize("refuses", [False, True])

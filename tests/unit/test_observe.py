@@ -336,6 +336,14 @@ def test_all_links_become_slower(step_s: float, steps: int) -> None:
     assert reported(settled(), seen(step_s, [FULL] * 3)) == (steps, (NARROW,) * 3)
 
 
+@pytest.mark.parametrize(("every", "exchanges"), [(1, 2), (2, 1)])
+def test_the_delay_of_all_steps_of_an_exchange_counts(every: int, exchanges: int) -> None:
+    links = after(LinkWatch(PLANNED, steps=every), seen(0.4, [QUICK] * 3), SETTLED)
+    slow = seen(0.4 + 0.6 * PLENTY * COST_S, [FULL] * 3)
+    assert (slow.step_s > links.decisive_s) == (exchanges == 1)
+    assert reported(links, slow) == (exchanges, (NARROW,) * 3)
+
+
 @pytest.mark.parametrize(("step_s", "waited_s", "part", "steps"), [
     (0.4 + PLENTY * COST_S, 5.0, 0.2, 1), (0.41 * UNUSUAL, 1.0, 0.2, IN_A_ROW),
     (0.4 + PLENTY * COST_S, 5.0, 0.3, None),  # predictions are no more accurate than that

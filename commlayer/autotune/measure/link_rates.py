@@ -86,7 +86,7 @@ class _DirectionProbe:
         self._seen: list[ChunkArrival] = []
         self._recent = 0
         """Index of the first chunk in `_seen` that arrived within the last RECENT round trips."""
-        self._recent_nbytes = 0
+        self._recent_nbytes = dict.fromkeys(servers, 0)
 
     def run(self, network: RequestNetwork, budget_s: float, patience_s: float) -> float:
         until = network.now() + budget_s
@@ -100,15 +100,18 @@ class _DirectionProbe:
 
     def _fill(self, network: RequestNetwork, now: float) -> None:
         """Requests chunks until twice the bytes that arrived within the last RECENT round trips are in flight. That grows
-        faster than TCP windows."""
-        while self._recent < len(self._seen) and self._seen[self._recent].at_s < now - self._recent_s:
-            self._recent_nbytes -= self._seen[self._recent].nbytes
+        faster than TCP windows. At most four times the bytes from a server are in flight
+        to it, so that a slow server ends the measurement no later."""
+        while self._recent < len(self._seen) and (old := self._seen[self._recent]).at_s < now - self._recent_s:
+            self._recent_nbytes[old.server] -= old.nbytes
             self._recent += 1
         if self._recent:  # the link's rate is known now and may be lower than expected
             self._first_nbytes = FIRST_NBYTES
-        room = min(max((self._first_nbytes + 2 * self._recent_nbytes) // len(self._to), LEAST_NBYTES), CHUNKS * MOST_NBYTES)
-        nbytes = min(max(room // CHUNKS, LEAST_NBYTES), MOST_NBYTES)
+        first_nbytes = self._first_nbytes // len(self._to)
+        equal = first_nbytes + 2 * sum(self._recent_nbytes.values()) // len(self._to)
         for server in self._to:
+            room = min(max(min(equal, first_nbytes + 4 * self._recent_nbytes[server]), LEAST_NBYTES), CHUNKS * MOST_NBYTES)
+            nbytes = min(max(room // CHUNKS, LEAST_NBYTES), MOST_NBYTES)
             while self._to[server] + nbytes <= room:
                 self._to[server] += nbytes
                 network.ask(server, self._direction, nbytes)
@@ -116,7 +119,7 @@ class _DirectionProbe:
     def _arrived(self, arrival: ChunkArrival) -> None:
         self._to[arrival.server] -= arrival.nbytes
         self._seen.append(arrival)
-        self._recent_nbytes += arrival.nbytes
+        self._recent_nbytes[arrival.server] += arrival.nbytes
 
     def _rate_bps(self, stretch_s: float) -> float:
         """Returns the NEARLY_ALL quantile of the rates over intervals of `stretch_s`; the rate of the only interval if the

@@ -89,8 +89,9 @@ class RoundSum:
         self.weight, self.used, self.order, self.undone, self.since = 0.0, 0, 0, 0, 0.0
         self.assumed = 0.0
         """Total weight that the members assumed when they encoded their contributions; 0 if the codec needs none."""
-        self.abandoned = b""
-        """Text that says which member aborted the step and why; empty if none did."""
+        self.abandoned: bytes | None = None
+        """Text that says which member aborted the step and why; empty if a member has only withdrawn its contribution. None:
+        neither."""
         self.resumed = False
         """True: the state comes from the journal, and no contribution has arrived since."""
 

@@ -374,14 +374,14 @@ class Summation:
                 release(message)
         if not cell.complete:
             return []
-        if lean and not current.abandoned:
+        if lean and current.abandoned is None:
             replies = self._emit(cell)
             cell.held = sum_of
             ops.give_back(cell.accs[0])
             return replies
         for message in sum_of:
             release(message)
-        return self._abandon(cell) if current.abandoned else self._emit(cell)
+        return self._emit(cell) if current.abandoned is None else self._abandon(cell)
 
     def _add(self, cell: BucketSum, message: Message) -> None:
         h = message.header
@@ -400,7 +400,7 @@ class Summation:
 
     def _abandon(self, cell: BucketSum) -> list[Reply]:
         cell.ops.skip()
-        replies = self._reply(cell, Flag.ABANDON, memoryview(cell.sum.abandoned))
+        replies = self._reply(cell, Flag.ABANDON, memoryview(cell.sum.abandoned or b""))
         cell.idle(cell.sum.step + 1)
         self._remember(cell)
         return replies

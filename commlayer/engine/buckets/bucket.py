@@ -68,6 +68,10 @@ class BucketExchange:
     """Bit mask of the slices whose average an optimizer has applied before the end of the step."""
     joined: int = 0
     """See Header.joined."""
+    worth: float = 1.0
+    """The factor by which inherited residuals were multiplied when they were added to the gradients."""
+    kept: torch.Tensor | None = None
+    """What this worker has encoded, if there is no result because some worker has withdrawn its contribution."""
     abandoned: str = ""
     """Text that says which worker aborted the step, and why; there is no sum then. Empty: no worker did."""
 
@@ -149,7 +153,7 @@ class WorkerBucket:
         if factor != 1.0:
             memory.x.mul_(factor)
         self.ledger.open(memory.x, worth)
-        self.exchange.used, self.exchange.weight = used, weight
+        self.exchange.used, self.exchange.weight, self.exchange.worth = used, weight, worth
 
     def _mark_changed(self, shared: SharedBuffers, slices: int) -> int:
         """For a bucket of module buffers: flags those of the slices in the bit mask `slices` that this rank has changed.
@@ -183,7 +187,10 @@ class WorkerBucket:
         """Ends the last exchange: the ledger records the slices in the bit mask `slices` as applied, and the other slices as
         discarded."""
         self.ledger.discarded = self.ledger.all_slices & ~slices
-        if slices and self.ledger.sent is not None:
+        if self.exchange.kept is not None:
+            self.ledger.keep_for_later(self.exchange.kept, self.exchange.worth)
+            self.exchange.kept = None
+        elif slices and self.ledger.sent is not None:
             self.ledger.applied(slices, self._share_of_inherited())
 
     def _share_of_inherited(self) -> float:
@@ -423,6 +430,19 @@ class EncodedBucket(ServedBucket):
     def _share_of_inherited(self) -> float:
         # `finish` has corrected the whole payload for the total weight, together with all inherited residuals of this node.
         return 1.0 if self.assumes_total else super()._share_of_inherited()
+
+    def receive_nothing(self, weight: float) -> None:
+        """Records that there is no result, because a worker has withdrawn its contribution: no slice has an average, and all
+        workers send their gradients again with the next ones. `weight`: the total weight of all workers."""
+        self._drop_result()
+        self.exchange.kept = self.x.clone()
+        if self.memory.y.numel():
+            self.y.zero_()
+            self.coder.host_y.zero_()
+        else:
+            self.memory.y = torch.zeros(self.numel)
+            self.memory.views_y = self.layout.views(self.memory.y)
+        self.exchange.weight, self.exchange.used = weight, 0
 
     def decode(self, body: memoryview) -> bool:
         """Decodes the result of the codec's last round into the receive buffer, or keeps it in encoded or sparse form. Returns

@@ -170,3 +170,8 @@ def aborted_by(buckets: Sequence[WorkerBucket], *, by_this_worker: bool) -> str:
         return reason
     broken = by_this_worker or any(math.isnan(bucket.exchange.weight) for bucket in buckets)
     return f"a worker: {BROKEN}" if broken else ""
+
+
+def is_withdrawn(buckets: Sequence[WorkerBucket]) -> bool:
+    """Returns True if a worker has withdrawn its contribution to one of these buckets."""
+    return any(bucket.exchange.kept is not None for bucket in buckets)

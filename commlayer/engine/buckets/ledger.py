@@ -64,6 +64,10 @@ class Ledger:
             self.sent = self.sent - rest  # so `roll_back` undoes only the part that was sent
             self.inherited = rest if self.inherited is None else self.inherited + rest
 
+    def keep_for_later(self, x: torch.Tensor, worth: float) -> None:
+        """Sends what was encoded in this exchange (`x`), which had no result, again with the next gradients."""
+        self.sent, self.inherited = None, x / worth
+
     def discard(self, slices: int) -> None:
         self.discarded |= slices
 

@@ -89,7 +89,11 @@ def _prepare(context: DistributedJob, plan: Plan | None, *, by_itself: bool, aga
     if returns and len({row.memory for row in rows}) > 1:
         agreed, note = _updates_still(agreed, by_itself=by_itself)
     # Under another automatic plan of local steps, the steps so far belong to its first exchange.
-    context.components.complete(Pending.SENT if by_itself and agreed.steps_locally else Pending.ALL_STEPS)
+    if by_itself and agreed.steps_locally:
+        old.withdraw()  # what waits to be sent does not delay the switch
+        context.components.complete(Pending.SENT)
+    else:
+        context.components.complete(Pending.ALL_STEPS)
     with all_or_none(groups, "switch()"):  # after it no message to a server is in flight
         if agreed.steps_locally and context.norms_differ and context.matched:
             raise InvalidInput("E-SHARDED", "plan: it has local steps whose averages are scaled to a norm, which would differ "

@@ -146,7 +146,7 @@ class FiniteSteps(Component):
         context = self._context
         if early:
             return
-        self._unshared += context.plan.local_steps // context.plan.fragments
+        self._unshared += context.plan.exchange_steps
         if self._unshared < SHARED_EVERY:
             return
         rows = self._drops.read() if self._drops.under_way else []

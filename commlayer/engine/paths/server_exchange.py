@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 
 from commlayer.engine.buckets.bucket import EncodedBucket, WorkerBucket
@@ -49,6 +49,8 @@ class ServerExchange:
         self._decoding = threading.Lock()
         """Held while an answer is decoded, one at a time: connections to several servers have a receive thread each."""
         self._closed = False
+        self._queued, self._withdrawn = set[int](), set[int]()
+        """Buckets that the encode lane has yet to begin, and those of them whose contributions are withdrawn."""
 
     def put(
         self, bucket: EncodedBucket, fill: Fill, done: Done, *, in_order: bool = False,
@@ -60,11 +62,13 @@ class ServerExchange:
         calls collectives of the node.
         """
         bucket.exchange.joined = self._step.joined
+        self._queued.add(bucket.id)
         self._encode.put(lambda: self._push(bucket, fill, done), () if in_order else (self._step.number, bucket.order))
 
     def _push(self, bucket: EncodedBucket, fill: Fill, done: Done) -> None:
         """Fills and encodes a bucket and sends its payload. Runs on the encode lane."""
         step = self._step
+        self._queued.discard(bucket.id)
         if step.error is not None:
             return
         with self._staging.lane(bucket):
@@ -76,6 +80,10 @@ class ServerExchange:
             nbytes = bucket.encode()
         if broken:
             self._give_up(bucket, done)
+            return
+        if bucket.id in self._withdrawn:
+            self._withdrawn.discard(bucket.id)
+            self._send(bucket, done, 0, b"", Flag.ABANDON)
             return
         step.counters.count_codec_times(encode_s=time.perf_counter() - begin)
         if step.recorder.on:
@@ -121,7 +129,12 @@ class ServerExchange:
             if self._closed or self._step.error is not None:
                 return
             self._step.counters.count_bytes(0, len(message.body))
-            if message.header.flags & Flag.ABANDON:
+            if message.header.flags & Flag.ABANDON and not message.body:
+                with self._staging.way_back(bucket):
+                    bucket.receive_nothing(self._step.units.total)
+                self._staging.to_device(bucket)
+                next_nbytes = None
+            elif message.header.flags & Flag.ABANDON:
                 exchange.abandoned, exchange.weight, exchange.finite = str(message.body, "utf-8", "replace"), math.nan, False
                 next_nbytes = None
             else:
@@ -154,6 +167,18 @@ class ServerExchange:
         if next_nbytes is None:
             self._staging.to_device(bucket)
         return next_nbytes
+
+    @property
+    def unsent_nbytes(self) -> int:
+        return self._transport.unsent_nbytes
+
+    def withdraw(self, buckets: Collection[int]) -> int:
+        """Withdraws this worker's contributions to these buckets, as far as nothing of them is sent yet. Returns the bytes of
+        those that are encoded."""
+        generation = self._step.generation
+        self._withdrawn |= self._queued & set(buckets)
+        return self._transport.withdraw(lambda h: h.kind == Kind.PUSH and h.generation == generation and h.bucket in buckets
+                                        and not h.round and not h.flags)
 
     def deadline_error(self, bucket: WorkerBucket) -> DeadlineExceeded:
         """Creates the deadline error of a bucket. The error names the peer that caused the delay."""

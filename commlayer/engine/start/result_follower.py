@@ -84,9 +84,9 @@ class _Stream:
                 message = answer.message()
                 flags = message.header.flags
                 if flags & Flag.ABANDON and not (flags & Flag.LOST and step < self._needed):
-                    raise CommError("this home cannot follow the job's exchanges: "
-                                    f"{str(message.body, 'utf-8', 'replace')}; join again", peer=peer_name(message.peer),
-                                    code="E-JOIN-MISSED")
+                    reason = str(message.body, "utf-8", "replace") or "a worker has withdrawn a contribution"
+                    raise CommError(f"this home cannot follow the job's exchanges: {reason}; join again",
+                                    peer=peer_name(message.peer), code="E-JOIN-MISSED")
 
     def has(self, step: int) -> bool:
         with self._arrived:

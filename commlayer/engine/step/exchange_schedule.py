@@ -231,7 +231,11 @@ class ExchangeSchedule(Component):
 
     def _exchange(self, local: OuterSteps) -> None:
         # The deadline covers all steps between exchanges, because ranks may differ in speed.
-        local.exchange(self._worker, self._buffers(), self._deadline_s * local.every)
+        deadline_s = self._deadline_s * local.every
+        if local.receive(self._worker, self._buffers(), deadline_s) and self._worker.withdrawn:
+            local.postpone()  # a link has collapsed, so the controller may change the plan before anything else is sent
+        else:
+            local.exchange(self._worker, self._buffers(), deadline_s)
         if (joined := self._context.joined) is not None and joined.fresh:
             joined.end_first_step()
             self._context.components.new_members()

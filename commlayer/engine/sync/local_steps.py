@@ -297,10 +297,14 @@ class OuterSteps:
         All ranks call it. The merged elements are then the same on all ranks, apart from steps that were made after the
         exchange began."""
         self._advance(worker, buffers, deadline_s, overlap=self._overlap)
-        # A rank whose scaler skipped the due step exchanges later and can have counted further steps: these stay counted.
-        self.taken = max(0, self.taken - self.every // self._fragments)
+        self.postpone()
         self.apart = self.weights_always_differ
         self.recorder.restart()
+
+    def postpone(self) -> None:
+        """Begins to count the steps until the next exchange. That exchange also sends what this one has not sent."""
+        # A rank whose scaler skipped the due step exchanges later and can have counted further steps: these stay counted.
+        self.taken = max(0, self.taken - self.every // self._fragments)
 
     def join(self, given: Mapping[str, torch.Tensor]) -> None:
         """Joins in an exchange that the other ranks have just begun, which ends this rank's first step. `given`: the
@@ -375,6 +379,8 @@ class OuterSteps:
         tensors = self._tensors(buffers)
         worker.wait(deadline_s, fragment.number)
         norms = [] if self._norms is None else self._norms.read()
+        if worker.withdrawn:
+            norms = []  # the norms are those of changes that were not exchanged completely
         # The total weight is 0 if no worker has trained, or if all workers that remain have just joined.
         has_weight, square = worker.has_weight(fragment.number), 0.0
         finite = not has_weight or worker.write([fragment.changes.get(n) for n in range(len(tensors))], fragment.number)

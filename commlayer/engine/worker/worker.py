@@ -25,7 +25,7 @@ from commlayer.compressors.codec import Codec
 from commlayer.compressors.residual_slices import ResidualSlice
 from commlayer.engine.buckets.bucket import EncodedBucket, WorkerBucket, make_bucket
 from commlayer.engine.buckets.bucket_layout import contiguous, release
-from commlayer.engine.buckets.current_step import Counters, Step, aborted_by
+from commlayer.engine.buckets.current_step import Counters, Step, aborted_by, is_withdrawn
 from commlayer.engine.buckets.entries_sent import allot_entries
 from commlayer.engine.buckets.results import EncodedResult, SparseResult
 from commlayer.engine.buckets.shared_buffers import SharedBuffers
@@ -76,6 +76,9 @@ class Worker:
         self.now = Step(rank, generation, self.units, eager=plan.overlap == "forward")
         self._site = site or LocalSite()
         self._outcome = SiteOutcome()
+        self.withdrawn = False
+        """True: a worker has withdrawn a contribution to the sums for which this worker has waited last. The value is the same
+        on all workers."""
         """The outcome of the last exchange in the site of a sharded model."""
         self._partly_empty, self._used_in_site = self._site.shards.partly_empty(job), set[int]()
         """Two sets of tensors: those of which some ranks of a site have no elements, and which of them some worker has used in
@@ -193,6 +196,7 @@ class Worker:
         read them until `wait` for this fragment returns."""
         if self.now.error is not None:
             self.check()
+        self.withdrawn = False
         self._assembler.send(self.fragments[fragment], changes)
 
     def open(self) -> None:
@@ -228,6 +232,7 @@ class Worker:
             self._next()
             raise StepAbandoned(f"{reason or 'a worker has aborted it'}; the step is dropped on all workers",
                                 step=self.step - 1)
+        self.withdrawn = bool(self._outcome.withdrawn) or is_withdrawn(self.fragments[fragment])
         self.counters.exposed_s += time.monotonic() - begin
         self.recorder.mark("summed")
 
@@ -246,7 +251,8 @@ class Worker:
             used = {s.tensor for bucket in buckets for i, s in enumerate(bucket.slices) if bucket.exchange.used >> i & 1}
             self._outcome, self._used_in_site = self._site.agree(
                 SiteOutcome(now.error is not None, aborted, not all(b.exchange.finite or b.buffer for b in buckets), has_weight,
-                            self.units.weight, -self.units.weight), self._partly_empty, used, deadline, now.failed)
+                            self.units.weight, -self.units.weight, is_withdrawn(buckets)), self._partly_empty, used, deadline,
+                now.failed)
 
     def sum_in_site(self, value: float, deadline_s: float) -> float:
         """Returns the sum of a number over the ranks of the site, if the model is sharded over them: they call it together."""
@@ -458,6 +464,18 @@ class Worker:
         peer."""
         waiting = [bucket for bucket in self.buckets if bucket.served and not bucket.exchange.answered]
         return tuple({name: None for bucket in waiting for name in self._paths.awaited(bucket)})
+
+    def withdraw(self) -> int:
+        """Withdraws what the running exchange has not begun to send, because the link has become much slower. No rank then has
+        an average of these buckets, and all ranks send their gradients again with the next ones. Any thread can call it.
+        Returns the withdrawn bytes."""
+        if (exchange := self._paths.exchange) is None:
+            return 0
+        return exchange.withdraw({bucket.id for bucket in self.buckets if not bucket.buffer})
+
+    @property
+    def unsent_nbytes(self) -> int:
+        return 0 if self._paths.exchange is None else self._paths.exchange.unsent_nbytes
 
     def holding(self, tensor: int) -> list[WorkerBucket]:
         return [bucket for bucket, _ in self._assembler.by_tensor[tensor]]

@@ -65,6 +65,8 @@ class Credit:
 
     def __init__(self) -> None:
         self.part_nbytes = FIRST_PART_NBYTES
+        self.share = math.inf
+        """Bytes per second that the connection may take of the link; infinite if the link is not shared."""
         self.due_s = 0.0
         """Earliest time (time.monotonic()) at which a new `update` is useful."""
         self._rates: deque[float] = deque(maxlen=WINDOWS)
@@ -101,10 +103,14 @@ class Credit:
         return self._without >= SETTLE_READINGS
 
     @property
+    def _rate(self) -> float:
+        return min(self._best, self.share)
+
+    @property
     def nbytes(self) -> float:
         """Limit of the bytes in flight; 0: no limit, because the rate is still growing."""
         room_s = self._round_trip_s + max(self._queue_s, QUEUE_SHARE * self._round_trip_s)
-        return max(2 * self.part_nbytes, self._best * room_s) if self.settled else 0.0
+        return max(2 * self.part_nbytes, self._rate * room_s) if self.settled else 0.0
 
     @property
     def nbytes_s(self) -> float:
@@ -119,9 +125,9 @@ class Credit:
         over = waiting_nbytes - self.nbytes
         if over > 0:
             self._full, self._queue_s = True, max(QUEUE_S, EARLIER * self._queue_s)
-        elif self._full and waiting_nbytes < self._best * self._round_trip_s:
+        elif self._full and waiting_nbytes < self._rate * self._round_trip_s:
             self._full, self._queue_s = False, min(MAX_QUEUE_S, LATER * self._queue_s)  # the link was idle
-        return max(0.0, over / self._best)
+        return max(0.0, over / self._rate)
 
     def idle(self) -> None:
         """Records that no frame was waiting to be sent. An idle link then does not mean that the sender thread woke too

@@ -9,6 +9,7 @@ data, so BBR kept that factor. Over 100 Mb/s and 150 ms its bursts lost a quarte
 
 from __future__ import annotations
 
+import math
 import socket
 import sys
 import threading
@@ -62,6 +63,11 @@ class Pacer:
             for one in busy:
                 self._shares[one] = share
                 self._apply(one)
+
+    def share(self, sock: socket.socket) -> float:
+        """Returns the connection's share of the link in bytes per second; infinite if it has none."""
+        share = self._shares.get(sock, UNLIMITED)
+        return math.inf if share == UNLIMITED else share
 
     def bound(self, sock: socket.socket, nbytes_s: float) -> None:
         """Sets the rate in bytes per second that the connection's credit allows; 0: no limit."""

@@ -65,6 +65,9 @@ class SendControl:
             except (OSError, struct.error):  # the kernel does not report these numbers, so frames are no longer delayed
                 self._credit = None
                 return 0.0
+        if self._paced is not None:
+            pacer, sock = self._paced
+            self._credit.share = pacer.share(sock)
         return self._credit.wait_s(waiting_nbytes(self._sock))
 
     def begin(self, nbytes: int, *, probe: bool) -> None:
