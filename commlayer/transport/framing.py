@@ -12,7 +12,7 @@ from commlayer.transport.crc import crc32c
 from commlayer.transport.protocol import KIND_NAMES, MAY_LACK_ZEROS, Flag, Header, Kind
 
 MAGIC = b"CML2"
-VERSION = 11
+VERSION = 12
 DEFAULT_MAX_NBYTES = MAX_FRAME_NBYTES
 STAGING_NBYTES = 32 << 10
 """Size of the staging buffer, in bytes. Small frames then need one system call; of a large body, at most this many bytes are
