@@ -12,51 +12,52 @@ from commlayer.engine.job.job import DistributedJob
 from commlayer.records import Plan
 from commlayer.transport.flow.traffic import TRAFFIC
 
-LOOK_S = 1.0
-"""Seconds between two looks at a wait."""
-LOOKS = 2
-"""The rest of an exchange is withdrawn if so many looks in a row find that it would take too long."""
+CHECK_S = 1.0
+"""Seconds between two checks of what waits to be sent."""
+CHECKS = 2
+"""Number of checks in a row that must find the link too slow."""
 LEAST_S, BEYOND = 2.0, 1.5
-"""It would take too long if sending it takes LEAST_S, and BEYOND times as long as the steps between two exchanges usually take.
-"""
+"""The link is too slow if sending the rest of an exchange would take LEAST_S, and BEYOND times as long as the steps between two
+exchanges usually take."""
 
 
 class CollapseWatch:
-    """Thread that watches the exchanges of an automatic plan, until close(). Each plan is withdrawn from once: if the
-    controller keeps it, its exchanges take their time."""
+    """Thread that withdraws contributions to exchanges of automatic plans with local steps, until close(). It withdraws from at
+    most one exchange of each plan, so that exchanges of a plan which the controller keeps end."""
 
     def __init__(self, context: DistributedJob, usual_s: Callable[[], float]) -> None:
         """`usual_s` returns the usual step time in seconds, 0 before it is known."""
         self._context, self._usual_s = context, usual_s
-        self._given_up: Plan | None = None
+        self._withdrawn_from: Plan | None = None
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="commlayer-collapse", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
-        before, at, looks = TRAFFIC.sent_nbytes, time.monotonic(), 0
-        while not self._closing.wait(LOOK_S):
+        before, at, slow = TRAFFIC.sent_nbytes, time.monotonic(), 0
+        while not self._closing.wait(CHECK_S):
             sent, now = TRAFFIC.sent_nbytes, time.monotonic()
             rate, before, at = (sent - before) / (now - at), sent, now
             worker = self._context.worker
             plan = worker.plan
             usual_s = self._usual_s() * plan.exchange_steps
-            beyond = is_far_beyond(usual_s, worker.unsent_nbytes / max(rate, 1.0))
-            looks = looks + 1 if beyond and plan is not self._given_up and not HOME.is_limited else 0
-            if looks == LOOKS and (nbytes := worker.withdraw()):
-                self._given_up = plan
+            too_slow = is_too_slow(usual_s, worker.unsent_nbytes / max(rate, 1.0))
+            slow = slow + 1 if too_slow and plan is not self._withdrawn_from and not HOME.is_limited else 0
+            if slow >= CHECKS and plan.steps_locally and worker.may_withdraw and (nbytes := self._context.withdraw()):
+                self._withdrawn_from = plan
                 self._context.log_decision(f"the link has become much slower: {nbytes / 1e6:.3g} MB of this exchange will be "
-                                           "sent with the next one", logging.WARNING)
+                                           "sent with the next one", logging.WARNING, own=True)
 
     def close(self) -> None:
         self._closing.set()
-        self._thread.join(2 * LOOK_S)
+        self._thread.join(2 * CHECK_S)
 
 
-def is_far_beyond(usual_s: float, left_s: float) -> bool:
-    """Returns whether an exchange of which `left_s` seconds are left takes far longer than usual.
+def is_too_slow(usual_s: float, left_s: float) -> bool:
+    """Returns whether a link is too slow over which the rest of an exchange takes `left_s` seconds. `usual_s`: the time of the
+    steps between two exchanges.
 
-    >>> is_far_beyond(0.0, 100.0), is_far_beyond(1.0, 5.0), is_far_beyond(10.0, 20.0)
+    >>> is_too_slow(0.0, 100.0), is_too_slow(1.0, 5.0), is_too_slow(10.0, 14.0)
     (False, True, False)
     """
     return usual_s > 0 and left_s > max(LEAST_S, BEYOND * usual_s)

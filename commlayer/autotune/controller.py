@@ -223,7 +223,7 @@ class TuningController(Component):
             self._count_step(step_s, waited_s)
         withdrawn = self._context.worker.withdrawn and not changed
         if withdrawn:
-            changed = self._plan_after_collapse(step_s)
+            changed = self._plan_after_collapse(step_s, waited_s)
         changed = (bool(rows) and not changed and self._do_requested(rows)) or changed
         same = self.state.plan is before
         if self.guard is not None and same:
@@ -415,15 +415,17 @@ class TuningController(Component):
         found = self._do.probe(links.watch.planned)
         self._attempt(self._apply_probe, links, found, step_s, time.monotonic() - begin)
 
-    def _plan_after_collapse(self, step_s: float) -> bool:
+    def _plan_after_collapse(self, step_s: float, waited_s: float) -> bool:
         """Probes the links after an exchange from which some rank has withdrawn contributions, and waits for a plan;
         collective. Returns whether the plan may have changed."""
         if (links := self._watched) is None:
             return False
         self._reports.reset()  # what was carried before the collapse raises no rate
         begin = time.monotonic()
+        step_s, _ = self._do.share_times(step_s, waited_s)
         found = self._do.probe([Rates(0.0, 0.0)] * len(links.watch.planned))
         self._attempt(self._apply_probe, links, found, step_s, time.monotonic() - begin, collapsed=True)
+        self.state = structs.replace(self.state, agreed=None)  # all ranks wait now
         self._await(link_policy.WAITED_STEPS * step_s)
         return True
 

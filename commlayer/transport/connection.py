@@ -172,7 +172,7 @@ class _Outgoing:
         self._left: list[memoryview] = []
         """Bytes of the current part that are not sent yet; empty before its first system call."""
         self.instead: Content | None = None
-        """What is sent in place of the parts after the current one."""
+        """The message that is sent instead of the parts after the current one."""
 
     def resume(self, sent_nbytes: int) -> None:
         """Continues a frame of which a system call has already sent `sent_nbytes`, possibly 0."""
@@ -198,7 +198,8 @@ class _Outgoing:
 
     @property
     def left_nbytes(self) -> int:
-        return self.nbytes - self._parts[self._next][0]
+        place = self._next  # another thread may increase it
+        return self.nbytes - self._parts[place][0] if place < len(self._parts) and self.instead is None else 0
 
     def cut(self, part_nbytes: int) -> None:
         """Splits the body into parts of at most this size. Called before every part; only the call before the first part has
@@ -336,11 +337,12 @@ class Connection:
     def waiting_nbytes(self) -> int:
         """Bytes of messages that wait to be sent."""
         with self._lock:
-            return sum(item[-1].left_nbytes for item in self._queue)
+            frames = [item[-1] for item in self._queue] + ([] if self._writing is None else [self._writing])
+            return sum(frame.left_nbytes for frame in frames)
 
     def replace(self, operation: Handle, header: Header) -> bool:
-        """Sends a message with the same key but without a body in place of one that is not sent completely. Returns False if it
-        is too late."""
+        """Sends a message without a body instead of one that is not sent completely. Returns False if this connection has sent
+        or is sending the last part of that one."""
         content = Content(header, b"")
         with self._lock:
             for place, (step, order, number, frame) in enumerate(self._queue):

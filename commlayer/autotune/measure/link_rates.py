@@ -100,8 +100,8 @@ class _DirectionProbe:
 
     def _fill(self, network: RequestNetwork, now: float) -> None:
         """Requests chunks until twice the bytes that arrived within the last RECENT round trips are in flight. That grows
-        faster than TCP windows. At most four times the bytes from a server are in flight
-        to it, so that a slow server ends the measurement no later."""
+        faster than TCP windows. Of each server at most four times its own bytes of that time are in flight, and a part of the
+        first bytes, so that a slow server does not prolong the measurement."""
         while self._recent < len(self._seen) and (old := self._seen[self._recent]).at_s < now - self._recent_s:
             self._recent_nbytes[old.server] -= old.nbytes
             self._recent += 1

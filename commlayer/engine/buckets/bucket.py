@@ -435,7 +435,7 @@ class EncodedBucket(ServedBucket):
         """Records that there is no result, because a worker has withdrawn its contribution: no slice has an average, and all
         workers send their gradients again with the next ones. `weight`: the total weight of all workers."""
         self._drop_result()
-        self.exchange.kept = self.x.clone()
+        self.exchange.kept = self.x.nan_to_num(0.0, 0.0, 0.0)  # a new tensor
         if self.memory.y.numel():
             self.y.zero_()
             self.coder.host_y.zero_()

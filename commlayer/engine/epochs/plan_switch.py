@@ -90,7 +90,7 @@ def _prepare(context: DistributedJob, plan: Plan | None, *, by_itself: bool, aga
         agreed, note = _updates_still(agreed, by_itself=by_itself)
     # Under another automatic plan of local steps, the steps so far belong to its first exchange.
     if by_itself and agreed.steps_locally:
-        old.withdraw()  # what waits to be sent does not delay the switch
+        context.withdraw()  # what waits to be sent does not delay the switch
         context.components.complete(Pending.SENT)
     else:
         context.components.complete(Pending.ALL_STEPS)

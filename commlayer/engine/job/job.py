@@ -357,6 +357,10 @@ class DistributedJob(JobContext):
     def ranks(self) -> tuple[int, ...]:
         return tuple(member.rank for member in self.uplink.epoch.members) if self.elastic else super().ranks
 
+    def withdraw(self) -> int:
+        """See Worker.withdraw. Sites of several ranks withdraw nothing, because only one of their ranks would know."""
+        return self.worker.withdraw() if self.groups.ranks_per_node == 1 else 0
+
     @property
     def norms_differ(self) -> bool:
         """True: sites of unlike sizes add the parts of a sharded model's norm in unlike orders."""

@@ -49,8 +49,9 @@ class ServerExchange:
         self._decoding = threading.Lock()
         """Held while an answer is decoded, one at a time: connections to several servers have a receive thread each."""
         self._closed = False
+        self._choice = threading.Lock()
         self._queued, self._withdrawn = set[int](), set[int]()
-        """Buckets that the encode lane has yet to begin, and those of them whose contributions are withdrawn."""
+        """Buckets whose payloads are not sent yet, and those of them whose contributions are withdrawn. Held: `_choice`."""
 
     def put(
         self, bucket: EncodedBucket, fill: Fill, done: Done, *, in_order: bool = False,
@@ -62,14 +63,15 @@ class ServerExchange:
         calls collectives of the node.
         """
         bucket.exchange.joined = self._step.joined
-        self._queued.add(bucket.id)
+        with self._choice:
+            self._queued.add(bucket.id)
         self._encode.put(lambda: self._push(bucket, fill, done), () if in_order else (self._step.number, bucket.order))
 
     def _push(self, bucket: EncodedBucket, fill: Fill, done: Done) -> None:
         """Fills and encodes a bucket and sends its payload. Runs on the encode lane."""
         step = self._step
-        self._queued.discard(bucket.id)
         if step.error is not None:
+            self._leave_queue(bucket)
             return
         with self._staging.lane(bucket):
             begin = fill(bucket)
@@ -78,17 +80,25 @@ class ServerExchange:
                 bucket.to_mean()
             self._staging.to_host(bucket)
             nbytes = bucket.encode()
+        withdrawn = self._leave_queue(bucket)
         if broken:
             self._give_up(bucket, done)
             return
-        if bucket.id in self._withdrawn:
-            self._withdrawn.discard(bucket.id)
+        if withdrawn:
             self._send(bucket, done, 0, b"", Flag.ABANDON)
             return
         step.counters.count_codec_times(encode_s=time.perf_counter() - begin)
         if step.recorder.on:
             step.recorder.add(f"encode@{bucket.coder.place}", bucket.id, begin, nbytes)
         self._send(bucket, done, 0, bucket.coder.payload[:nbytes], Flag.MEAN if bucket.means else Flag.NONE)
+
+    def _leave_queue(self, bucket: EncodedBucket) -> bool:
+        """Takes a bucket from the queue. Returns whether its contribution is withdrawn."""
+        with self._choice:
+            withdrawn = bucket.id in self._withdrawn
+            self._queued.discard(bucket.id)
+            self._withdrawn.discard(bucket.id)
+        return withdrawn
 
     def _give_up(self, bucket: EncodedBucket, done: Done) -> None:
         """Sends an abort instead of the payload, because a rank of this node has aborted the step. The bucket is encoded and
@@ -173,10 +183,11 @@ class ServerExchange:
         return self._transport.unsent_nbytes
 
     def withdraw(self, buckets: Collection[int]) -> int:
-        """Withdraws this worker's contributions to these buckets, as far as nothing of them is sent yet. Returns the bytes of
+        """Withdraws this worker's contributions to these buckets, as far as they are not sent completely. Returns the bytes of
         those that are encoded."""
         generation = self._step.generation
-        self._withdrawn |= self._queued & set(buckets)
+        with self._choice:
+            self._withdrawn |= self._queued & set(buckets)
         return self._transport.withdraw(lambda h: h.kind == Kind.PUSH and h.generation == generation and h.bucket in buckets
                                         and not h.round and not h.flags)
 

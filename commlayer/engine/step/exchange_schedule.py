@@ -159,9 +159,14 @@ class ExchangeSchedule(Component):
 
     def _exchange_early(self, exchange: Callable[[Worker, list[torch.Tensor], float], bool], deadline_s: float) -> None:
         """Calls `exchange`, which returns True if something was left to exchange. No worker joins meanwhile."""
-        with self._context.members.without_joins():
-            if exchange(self._worker, self._buffers(), deadline_s):
-                self._ended(early=True)
+        worker = self._worker
+        may_withdraw, worker.may_withdraw = worker.may_withdraw, False
+        try:
+            with self._context.members.without_joins():
+                if exchange(worker, self._buffers(), deadline_s):
+                    self._ended(early=True)
+        finally:
+            worker.may_withdraw = may_withdraw
 
     def complete(self, pending: Pending) -> None:
         if pending >= Pending.DUE:
@@ -177,6 +182,7 @@ class ExchangeSchedule(Component):
 
     def close(self) -> None:
         """Exchanges the last steps, if all ranks end after the same step. Where members may leave, others may continue."""
+        self._worker.may_withdraw = False
         if not self._context.elastic:
             self.complete(Pending.RUNNING)
             self.drain(self._deadline_s)

@@ -60,6 +60,8 @@ class Exchange:
         for bucket in self.buckets:
             if not bucket.buffer:
                 bucket.ledger.finite = bucket.exchange.finite
+                if not applied:  # what this step has encoded is dropped with it
+                    bucket.exchange.kept = None
                 bucket.finalize(bucket.exchange.used if applied else 0)
 
     def reset(self) -> None:

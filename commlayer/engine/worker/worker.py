@@ -76,10 +76,12 @@ class Worker:
         self.now = Step(rank, generation, self.units, eager=plan.overlap == "forward")
         self._site = site or LocalSite()
         self._outcome = SiteOutcome()
+        """The outcome of the last exchange in the site of a sharded model."""
         self.withdrawn = False
         """True: a worker has withdrawn a contribution to the sums for which this worker has waited last. The value is the same
-        on all workers."""
-        """The outcome of the last exchange in the site of a sharded model."""
+        on all workers, if each site has one rank."""
+        self.may_withdraw = True
+        """False: the running exchange ends the session, or precedes a checkpoint or evaluation, so it must be complete."""
         self._partly_empty, self._used_in_site = self._site.shards.partly_empty(job), set[int]()
         """Two sets of tensors: those of which some ranks of a site have no elements, and which of them some worker has used in
         the last exchange."""
@@ -466,8 +468,8 @@ class Worker:
         return tuple({name: None for bucket in waiting for name in self._paths.awaited(bucket)})
 
     def withdraw(self) -> int:
-        """Withdraws what the running exchange has not begun to send, because the link has become much slower. No rank then has
-        an average of these buckets, and all ranks send their gradients again with the next ones. Any thread can call it.
+        """Withdraws what the running exchange has not sent completely, because the link has become much slower. No rank then
+        has an average of these buckets, and all ranks send their gradients again with the next ones. Any thread can call it.
         Returns the withdrawn bytes."""
         if (exchange := self._paths.exchange) is None:
             return 0
