@@ -23,7 +23,7 @@ exchanges usually take."""
 
 class CollapseWatch:
     """Thread that withdraws contributions to exchanges of automatic plans with local steps, until close(). It withdraws from at
-    most one exchange of each plan, so that exchanges of a plan which the controller keeps end."""
+    most one exchange of each plan. If the controller then keeps the plan, its next exchanges are sent completely."""
 
     def __init__(self, context: DistributedJob, usual_s: Callable[[], float]) -> None:
         """`usual_s` returns the usual step time in seconds, 0 before it is known."""

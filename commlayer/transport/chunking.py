@@ -115,7 +115,7 @@ class Assembly:
         return body.room[body.filled : body.filled + nbytes]
 
     def _drop(self, header: Header) -> None:
-        """Drops the unfinished body in place of which its sender has sent this message."""
+        """Drops the unfinished body that this message replaces, if there is one."""
         for place, body in enumerate(self._stack):
             if key(body.header) == key(header):
                 self._unfinished_nbytes -= len(body.room) + OVERHEAD_NBYTES

@@ -183,7 +183,7 @@ class ServerExchange:
         return self._transport.unsent_nbytes
 
     def withdraw(self, buckets: Collection[int]) -> int:
-        """Withdraws this worker's contributions to these buckets, as far as they are not sent completely. Returns the bytes of
+        """Withdraws those of this worker's contributions to these buckets that are not sent completely. Returns the bytes of
         those that are encoded."""
         generation = self._step.generation
         with self._choice:

@@ -34,8 +34,6 @@ class SiteOutcome(NamedTuple):
     weight: float = 0.0
     minus_weight: float = 0.0
     """The weight of this rank's gradients, and the same number times -1."""
-    withdrawn: float = 0.0
-    """1: a worker has withdrawn a contribution."""
 
 
 class LocalSite:

@@ -79,7 +79,7 @@ class Worker:
         """The outcome of the last exchange in the site of a sharded model."""
         self.withdrawn = False
         """True: a worker has withdrawn a contribution to the sums for which this worker has waited last. The value is the same
-        on all workers, if each site has one rank."""
+        on all workers, because sites of several ranks withdraw nothing."""
         self.may_withdraw = True
         """False: the running exchange ends the session, or precedes a checkpoint or evaluation, so it must be complete."""
         self._partly_empty, self._used_in_site = self._site.shards.partly_empty(job), set[int]()
@@ -234,7 +234,7 @@ class Worker:
             self._next()
             raise StepAbandoned(f"{reason or 'a worker has aborted it'}; the step is dropped on all workers",
                                 step=self.step - 1)
-        self.withdrawn = bool(self._outcome.withdrawn) or is_withdrawn(self.fragments[fragment])
+        self.withdrawn = is_withdrawn(self.fragments[fragment])
         self.counters.exposed_s += time.monotonic() - begin
         self.recorder.mark("summed")
 
@@ -253,8 +253,7 @@ class Worker:
             used = {s.tensor for bucket in buckets for i, s in enumerate(bucket.slices) if bucket.exchange.used >> i & 1}
             self._outcome, self._used_in_site = self._site.agree(
                 SiteOutcome(now.error is not None, aborted, not all(b.exchange.finite or b.buffer for b in buckets), has_weight,
-                            self.units.weight, -self.units.weight, is_withdrawn(buckets)), self._partly_empty, used, deadline,
-                now.failed)
+                            self.units.weight, -self.units.weight), self._partly_empty, used, deadline, now.failed)
 
     def sum_in_site(self, value: float, deadline_s: float) -> float:
         """Returns the sum of a number over the ranks of the site, if the model is sharded over them: they call it together."""
